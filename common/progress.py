@@ -114,7 +114,7 @@ class Progress:
             self._print(line)
 
     def close(self, summary_line: str | None = None) -> None:
-        """Ends the bar, prints the last state and the summary, writes the last heartbeat. Calling it again is harmless."""
+        """Ends the bar, prints the last state and the summary, writes the last heartbeat. May be called twice."""
         if self._closed.is_set():
             return
         self._closed.set()
