@@ -1,0 +1,280 @@
+"""Writing shards: a sample's file, the log lines that make samples exist, and the locks around both.
+
+`write_sample` runs in the tap's writer threads (any process, any node of the shared file system), which call `join_run`
+once; the process that commits gets `Written(bytes, xxh3)` from them and hands it to `common/shard_run.py`.
+
+    hold = join_run(out)                                  # in each process that writes files; lasts as long as it
+    written = write_sample(out, index, input_ids, loss_mask, states, layout, rows_per_block)
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from common.errors import UserError
+from common.shards import TEMPORARY, read_log, sample_path, to_line
+
+if TYPE_CHECKING:
+    import torch
+
+Written = namedtuple("Written", "bytes xxh3")  # size of the file; xxh3-128 of all of it, hex
+LEADER_LOCK, WRITERS_LOCK = ".lock", ".writers.lock"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFull(UserError):
+    """The file system under the output directory is full, or the quota is used up. What is committed stays."""
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The one line for an OSError while writing `path`."""
+    if error.errno in DISK_FULL:
+        return DiskFull(f"{path}: the disk is full ({error.strerror}); free some space and run the same command again")
+    return UserError(f"{path}: cannot write there ({error.strerror}); expected a writable directory")
+
+
+# ---- one file ------------------------------------------------------------------------------------------------------
+
+
+class HashingFile:
+    """What `torch.save` writes into: hashes and counts bytes on their way to the descriptor, without a second copy.
+
+    An OSError is kept in `.error` instead of raised, because torch's zip writer aborts the process when its file
+    raises; `write_sample` looks at it afterwards.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor, self.bytes, self.error = descriptor, 0, None
+        self.digest = xxhash.xxh3_128()
+
+    def write(self, data) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            try:
+                self.digest.update(view)  # releases the GIL, as os.write does
+                done = 0
+                while done < len(view):
+                    done += os.write(self.descriptor, view[done:])
+            except OSError as error:
+                self.error = error
+        self.bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """torch.save calls it; nothing is buffered here."""
+
+
+def write_sample(
+    out: str | os.PathLike,
+    index: int,
+    input_ids: "torch.Tensor | Sequence[int]",
+    loss_mask: "torch.Tensor | Sequence[int]",
+    states: "Sequence[torch.Tensor]",
+    layout: str = "v1",
+    rows_per_block: int = 2000,
+) -> Written:
+    """Write the file of source row `index` (temporary name, fsync, rename) and return its size and hash.
+
+    input_ids, loss_mask: [L] int64 or lists; states: P+1 contiguous CPU tensors [L, H] of one dtype, capture points in
+    order, the last state (pre-norm) at the end. They may be views of a larger (pinned) arena: only their own memory is
+    stored, and it is not copied. The sample does not exist before its record is committed. Raises `DiskFull` or another
+    UserError with the temporary file removed; ValueError for states of wrong shape.
+    """
+    import torch
+
+    input_ids = torch.as_tensor(input_ids, dtype=torch.int64).contiguous().clone()
+    loss_mask = torch.as_tensor(loss_mask, dtype=torch.int64).contiguous().clone()
+    length = len(input_ids)
+    for state in states:
+        if state.shape != (length, states[0].shape[1]) or not state.is_contiguous() or state.device.type != "cpu":
+            raise ValueError(
+                f"row {index}: expected contiguous CPU states [{length}, H], found {tuple(state.shape)} "
+                f"with strides {state.stride()} on {state.device}"
+            )
+    if length == 0 or len(loss_mask) != length:
+        raise ValueError(f"row {index}: {length} tokens with a loss mask of {len(loss_mask)}")
+
+    path = sample_path(Path(out), index, layout, rows_per_block)
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    try:
+        file = HashingFile(descriptor)
+        if layout == "v1":
+            own = [own_storage(state) for state in states]
+            torch.save({"input_ids": input_ids, "loss_mask": loss_mask, "hidden_states": own}, file)
+        else:
+            write_safetensors(file, input_ids, loss_mask, states)
+        if file.error:
+            raise file.error
+        os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from None
+        raise
+    finally:
+        os.close(descriptor)
+    return Written(file.bytes, file.digest.hexdigest())
+
+
+def own_storage(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The same memory as a tensor whose storage is exactly that memory: torch.save stores whole storages."""
+    import torch
+
+    region = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(region, dtype=tensor.dtype).view(tensor.shape)
+
+
+def write_safetensors(
+    file: HashingFile,
+    input_ids: "torch.Tensor",
+    loss_mask: "torch.Tensor",
+    states: "Sequence[torch.Tensor]",
+    metadata: dict[str, str] | None = None,
+    rows_at_once: int = 256,
+) -> None:
+    """safetensors with hidden_states [L, P+1, H], token_ids [L] and loss_mask [L], streamed.
+
+    The states arrive as P+1 tensors [L, H] and are interleaved `rows_at_once` rows at a time, so that no second copy of
+    a sample exists; safetensors' own writer needs the whole stack in memory. Format: 8 bytes little-endian header
+    length, JSON header, then the tensors' bytes.
+    """
+    import torch
+
+    length, hidden = states[0].shape
+    dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[states[0].dtype]
+    state_bytes = length * len(states) * hidden * states[0].element_size()
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
+    offset = 0
+    for name, kind, shape, size in (
+        ("token_ids", "I64", [length], 8 * length),
+        ("loss_mask", "I64", [length], 8 * length),
+        ("hidden_states", dtype, [length, len(states), hidden], state_bytes),
+    ):
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    file.write(input_ids.numpy())
+    file.write(loss_mask.numpy())
+    for first in range(0, length, rows_at_once):
+        rows = torch.stack([state[first : first + rows_at_once] for state in states], dim=1)  # [rows, P+1, H]
+        file.write(rows.view(torch.uint8).numpy())
+
+
+# ---- append-only logs ----------------------------------------------------------------------------------------------
+
+
+def append_lines(path: Path, entries: Sequence[dict[str, Any]], data_directory: Path) -> None:
+    """Group commit: make the names in `data_directory` durable, append all lines in one write, make them durable.
+
+    An append that fails half-way (disk full) is cut off again, so that the file never ends inside a line while we live.
+    """
+    try:
+        fsync_directory(data_directory)
+        is_new = not path.exists()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            data = memoryview(b"".join(map(to_line, entries)))
+            try:
+                done = 0
+                while done < len(data):
+                    done += os.write(descriptor, data[done:])
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+        if is_new:
+            fsync_directory(path.parent)
+            fsync_directory(path.parent.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Temporary name, fsync, rename, fsync of the directory; UserError when the disk does not take it."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise cannot_write(path, error) from None
+
+
+def temporary_name(path: Path) -> Path:
+    """A name in the directory of `path` that no other thread, process or node uses."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}{TEMPORARY}")
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def mend_log(path: Path, drop: Iterable[int] = ()) -> None:
+    """Rewrite a log atomically: without half and broken lines, without the indices in `drop`, one line an index."""
+    drop = set(drop)
+    kept = [entry for index, entry in sorted(read_log(path).latest().items()) if index not in drop]
+    write_atomically(path, b"".join(map(to_line, kept)))
+
+
+# ---- locks ---------------------------------------------------------------------------------------------------------
+
+
+def take_lock(path: Path, mode: int, wait_seconds: float = 0.0) -> int | None:
+    """flock `path`; the descriptor, or None when another process has it. The kernel frees it with the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(0.1)
+
+
+def join_run(out: str | os.PathLike) -> int:
+    """Called once by every process that writes sample files: a shared lock, so that a new run first waits for orphans
+    of a killed one. Returns the descriptor (the lock lasts as long as the process, or until os.close)."""
+    try:
+        descriptor = take_lock(Path(out) / WRITERS_LOCK, fcntl.LOCK_SH, wait_seconds=60)
+    except OSError as error:
+        raise cannot_write(Path(out), error) from None
+    if descriptor is None:
+        raise UserError(f"{out}: another run is starting in this directory; end one of the two")
+    return descriptor

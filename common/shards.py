@@ -1,0 +1,303 @@
+"""The shard directory: what lies on disk, and how it is read.
+
+    OUT/
+      dataset.json               what these states are: the identity fields, flat, and `run` (facts that may change)
+      skipped.jsonl              one line a source row that was never captured: index, reason, source
+      sample_lengths.json        {"0": 2103, ...}: tokens of every committed sample
+      rows_0-2000/               layout "v1"
+        data_17.pt               input_ids, loss_mask int64 [L]; hidden_states: list of P+1 tensors [L, H]
+        manifest.jsonl           one line a committed (or set aside) sample; a sample exists when its line does
+        sample_lengths.json      the same global mapping
+      hidden_states/             layout "arrow" (the manifests stay in rows_A-B/)
+        hs_17.safetensors        hidden_states [L, P+1, H], token_ids [L], loss_mask [L]
+      data-*.arrow, state.json, dataset_info.json     layout "arrow", written by `RunDirectory.finish()`
+
+The number in a file name is the row of the source data. The last of the P+1 states is the residual stream after all
+layers, before the final norm. Training and offline evaluation read here and import nothing else of the shards:
+
+    reader = ShardReader(path)                   # or a list of directories; UserError when nothing is committed
+    reader.info                                  # dataset.json as a dict
+    reader.records                               # list of Record, committed only, sorted by index
+    reader.load(record, verify=False)            # Sample(input_ids, loss_mask, states, record), memory-mapped
+
+The other three files of the shards: `shard_writing.py` (`write_sample`, for the tap's threads), `shard_run.py`
+(`RunDirectory`, for the process that commits) and `shard_check.py` (`verify`, `status`, `plan_bytes`, `require_disk`).
+"""
+
+import json
+import os
+import re
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+DATASET, SKIPPED, LENGTHS, MANIFEST = "dataset.json", "skipped.jsonl", "sample_lengths.json", "manifest.jsonl"
+LAYOUTS = ("v1", "arrow")
+COMMITTED, SET_ASIDE, SKIPPED_ROW = "committed", "set_aside", "skipped"
+TEMPORARY = ".tmp"  # every unfinished file ends with it: speculators' v1 reader takes whatever ends with "pt"
+BLOCK_NAME = re.compile(r"rows_(\d+)-(\d+)$")
+SAMPLE_NAME = re.compile(r"(?:data_(\d+)\.pt|hs_(\d+)\.safetensors)$")
+SAME_IN_ALL = ("model", "revision", "config_hash", "tokenizer_hash", "capture_points", "last_state", "dtype")
+
+
+@dataclass(slots=True)
+class Record:
+    """One committed sample; `bytes` is the size of its file, `xxh3` the xxh3-128 of the whole file."""
+
+    index: int  # row of the source data
+    tokens: int
+    supervised: int
+    bytes: int
+    xxh3: str | None  # hex; None only for directories that speculators itself wrote
+    row_hash: str  # hex; identifies the source row, decides the held-out split
+    path: Path | None = None  # filled by whoever knows the directory
+    category: str | None = None
+    source: str | None = None
+    own_token: Any = None  # result of the own-token check, whatever JSON value the capture gives it
+    time: float | None = None  # unix seconds of the commit
+
+
+Sample = namedtuple("Sample", "input_ids loss_mask states record")
+Sample.__doc__ = "input_ids, loss_mask: int64 [L]; states: P+1 tensors [L, H], points in order, last state at the end."
+
+
+def sample_path(out: Path, index: int, layout: str, rows_per_block: int) -> Path:
+    """Where the sample of source row `index` lies."""
+    if layout == "arrow":
+        return out / "hidden_states" / f"hs_{index}.safetensors"
+    return block_directory(out, index, rows_per_block) / f"data_{index}.pt"
+
+
+def block_directory(out: Path, index: int, rows_per_block: int) -> Path:
+    """`OUT/rows_A-B`, the directory of the manifest that commits source row `index`."""
+    first = index // rows_per_block * rows_per_block
+    return out / f"rows_{first}-{first + rows_per_block}"
+
+
+def block_directories(out: Path) -> list[Path]:
+    """All `rows_A-B` directories of `out`, in row order."""
+    if not out.is_dir():
+        return []
+    found = [(int(match[1]), out / match[0]) for name in os.listdir(out) if (match := BLOCK_NAME.match(name))]
+    return [directory for _, directory in sorted(found)]
+
+
+def read_info(out: Path) -> dict[str, Any] | None:
+    """dataset.json as a dict, None where there is none; UserError when it cannot be read."""
+    path = out / DATASET
+    try:
+        info = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected JSON written by extract.py, found {error}; use another directory") from None
+    layout, rows_per_block = (info.get("layout"), info.get("rows_per_block")) if isinstance(info, dict) else 2 * (None,)
+    if layout not in LAYOUTS or not isinstance(rows_per_block, int):
+        raise UserError(
+            f"{path}: expected layout ({' or '.join(LAYOUTS)}) and rows_per_block as extract.py writes them, "
+            f"found {layout!r} and {rows_per_block!r}; use another directory"
+        )
+    return info
+
+
+# ---- lines that prove themselves -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LogContents:
+    """What `read_log` found: whole entries in file order, `half_line` bytes at the tail, and lines that are damaged."""
+
+    entries: list[dict[str, Any]]
+    half_line: int  # bytes after the last newline: an append that was cut short
+    broken: list[tuple[int, str]]  # (line number from 1, what is wrong)
+
+    def latest(self) -> dict[int, dict[str, Any]]:
+        """index -> its last entry."""
+        return {entry["index"]: entry for entry in self.entries}
+
+
+def to_line(entry: dict[str, Any]) -> bytes:
+    """One JSON line that ends with the xxh3-64 of everything before it."""
+    body = json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()
+    return body[:-1] + b',"check":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n'
+
+
+def read_log(path: Path) -> LogContents:
+    """Read manifest.jsonl or skipped.jsonl. A missing file is empty; damage is reported, never raised."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return LogContents([], 0, [])
+    lines = data.split(b"\n")
+    half_line = len(lines.pop())
+    entries, broken = [], []
+    for number, line in enumerate(lines, 1):
+        body, mark, check = line.rpartition(b',"check":"')
+        body += b"}"
+        if not mark or check != xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
+            broken.append((number, f"line checksum does not match: {line[:60].decode(errors='replace')!r}"))
+            continue
+        entries.append(json.loads(body))
+    return LogContents(entries, half_line, broken)
+
+
+def entry_of(record: Record) -> dict[str, Any]:
+    """The manifest entry of a committed sample."""
+    entry = {"index": record.index, "status": COMMITTED} | asdict(record)
+    del entry["path"]
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def record_of(entry: dict[str, Any], path: Path) -> Record:
+    """The other way round."""
+    return Record(path=path, **{key: value for key, value in entry.items() if key != "status"})
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+class ShardReader:
+    """Committed samples of one directory or several (then in the order given, by index within each).
+
+    Reads what extract.py wrote (v1 and arrow) and, where there is neither dataset.json nor a manifest, what speculators
+    wrote: v1 `data_*.pt` files or an Arrow dataset with `hidden_states/`. Such records have no xxh3, and their row hash
+    is made from the token ids. UserError: nothing committed, unreadable dataset.json, or directories of several models.
+    """
+
+    def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike]):
+        paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(each) for each in path]
+        self.info: dict[str, Any] = {}
+        self.records: list[Record] = []
+        self._foreign_masks: dict[Path, Any] = {}  # directory -> its Arrow dataset, where the files hold no loss mask
+        for out in paths:
+            if not out.is_dir():
+                found = "a file" if out.exists() else "nothing"
+                raise UserError(f"{out}: expected a directory of shards, found {found}")
+            info = read_info(out)
+            records = committed_records(out, info) if info else self._foreign_records(out)
+            if not records:
+                raise UserError(f"{out}: no committed sample; extract.py --output makes them, --status counts them")
+            self._must_agree(out, info or {})
+            self.records += records
+
+    def load(self, record: Record, verify: bool = False) -> Sample:
+        """The sample of `record`, memory-mapped; tensors outlive the reader; arrow states are strided.
+
+        `verify` first reads the whole file and compares its xxh3-128. UserError names a file that is missing, damaged or
+        of another shape than its manifest line says.
+        """
+        import torch
+
+        path = record.path
+        if verify and record.xxh3 is not None and (problem := file_problem(record)):
+            raise UserError(f"{path}: {problem}; run extract.py --verify, then resume to redo the sample")
+        try:
+            if path.suffix == ".pt":
+                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                input_ids, loss_mask, states = saved["input_ids"], saved["loss_mask"], list(saved["hidden_states"])
+            else:
+                input_ids, loss_mask, states = self._load_safetensors(record)
+        except FileNotFoundError:
+            raise UserError(f"{path}: the file of a committed sample is missing; run extract.py --verify") from None
+        except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise UserError(f"{path}: not a readable sample ({what}); run extract.py --verify") from None
+        lengths = [len(input_ids), len(loss_mask), *(len(state) for state in states)]
+        if set(lengths) != {record.tokens}:
+            raise UserError(f"{path}: expected {record.tokens} tokens, found rows {lengths} in ids, mask and states")
+        return Sample(input_ids.to(torch.int64), loss_mask.to(torch.int64), states, record)
+
+    def _load_safetensors(self, record: Record) -> "tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]":
+        import torch
+        from safetensors import safe_open
+
+        if not record.path.exists():
+            raise FileNotFoundError
+        with safe_open(record.path, "pt") as file:
+            names = set(file.keys())
+            stacked = file.get_tensor("hidden_states")  # [L, P+1, H]
+            input_ids = file.get_tensor("token_ids")
+            mask = file.get_tensor("loss_mask") if "loss_mask" in names else None
+        if mask is None:
+            mask = torch.as_tensor(self._foreign_masks[record.path.parent.parent][record.index]["loss_mask"])
+        return input_ids, mask, list(stacked.unbind(1))
+
+    def _must_agree(self, out: Path, info: dict[str, Any]) -> None:
+        for field in SAME_IN_ALL:
+            if field in info and field in self.info and info[field] != self.info[field]:
+                raise UserError(
+                    f"{out}: {field} is {info[field]!r}, but {self.info[field]!r} in the directories before it; "
+                    "directories read together must agree"
+                )
+        self.info = info | self.info
+
+    def _foreign_records(self, out: Path) -> list[Record]:
+        """Records of a directory that speculators wrote: v1 files anywhere below it, or an Arrow dataset."""
+        import torch
+
+        if (out / "state.json").exists():
+            from datasets import load_from_disk
+
+            rows = load_from_disk(str(out)).with_format("numpy")
+            self._foreign_masks[out] = rows
+            names = [(index, sample_path(out, index, "arrow", 0)) for index in range(len(rows))]
+            present = ((index, path, rows[index]) for index, path in names if path.exists())
+            found = [(index, path, row["input_ids"], row["loss_mask"]) for index, path, row in present]
+        else:
+            paths = [path for path in out.rglob("data_*.pt") if SAMPLE_NAME.match(path.name)]
+            loaded = ((path, torch.load(path, map_location="cpu", weights_only=True, mmap=True)) for path in paths)
+            found = [(int(path.stem[5:]), path, c["input_ids"].numpy(), c["loss_mask"].numpy()) for path, c in loaded]
+        return [
+            Record(index, len(ids), int(mask.sum()), path.stat().st_size, None, token_hash(ids), path)
+            for index, path, ids, mask in sorted(found, key=lambda item: item[:2])
+        ]
+
+
+def committed_records(out: Path, info: dict[str, Any]) -> list[Record]:
+    """Committed samples of one directory, sorted by index; set-aside and damaged lines are left out."""
+    records = []
+    for directory in block_directories(out):
+        for index, entry in read_log(directory / MANIFEST).latest().items():
+            if entry["status"] == COMMITTED:
+                records.append(record_of(entry, sample_path(out, index, info["layout"], info["rows_per_block"])))
+    return sorted(records, key=lambda record: record.index)
+
+
+def token_hash(ids: Iterable[int]) -> str:
+    """xxh3-128 of the token ids as int64, little-endian: the row hash of a row known only by its tokens."""
+    import numpy as np
+
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(ids, dtype="<i8").tobytes())
+
+
+def file_problem(record: Record, contents: bool = True) -> str | None:
+    """What is wrong with a committed file: missing, another size or (`contents`) another xxh3-128; None if sound."""
+    try:
+        size = os.stat(record.path).st_size
+        if size != record.bytes:
+            return f"{'truncated' if size < record.bytes else 'too long'}: expected {record.bytes} bytes, found {size}"
+        if contents and (found := hash_file(record.path)) != record.xxh3:
+            return f"contents changed: expected xxh3-128 {record.xxh3}, found {found}"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    return None
+
+
+def hash_file(path: Path, chunk_bytes: int = 4 << 20) -> str:
+    """xxh3-128 of a file, in constant memory; other threads run meanwhile."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(chunk_bytes))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
