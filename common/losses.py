@@ -1,0 +1,147 @@
+"""Soft-target cross-entropy of all TTT steps, fused with both heads and computed in chunks of predicted tokens.
+
+For each chunk of predicted tokens the teacher's logits over the draft vocabulary are made once; each of the K steps
+has at most one query row that predicts the token, and their logits, loss and gradient follow at once, so no
+[tokens, vocabulary] tensor outlives a chunk and the backward pass only scales what the forward pass has stored.
+
+Called by common/drafter.py. On CUDA in bf16 the row arithmetic runs in common/losses_triton.py; the plain PyTorch
+below serves every other case and is its reference.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+LOGITS_PER_CHUNK = {"cuda": 1 << 27, "cpu": 1 << 23}  # of the student, all steps together: 256 MiB in bf16 on CUDA
+
+
+@dataclass
+class Teacher:
+    """The target's head as the drafter's teacher: p = softmax(head @ norm(last state)) over the draft vocabulary.
+
+    Probability outside the draft vocabulary is dropped and the rest renormalised, which is what the softmax over the
+    kept rows is.
+    """
+
+    norm: torch.Tensor  # [H_target] weight of the target's final RMS norm
+    head: torch.Tensor  # [N, H_target] rows of the target's head, in order of draft id
+    eps: float
+
+    @classmethod
+    def from_target(cls, parts, target_token_ids: torch.Tensor) -> "Teacher":
+        """parts: common.target.TargetParts; target_token_ids: [N], common.vocab.target_ids(d2t)."""
+        return cls(parts.norm, parts.lm_head[target_token_ids], parts.eps)
+
+    def to(self, device=None, dtype=None) -> "Teacher":
+        return Teacher(self.norm.to(device, dtype), self.head.to(device, dtype), self.eps)
+
+    def logits(self, last_states: torch.Tensor) -> torch.Tensor:
+        """[r, N] in the head's dtype, for last states [r, H_target] (pre-norm)."""
+        return rms_norm(last_states, self.norm, self.eps, self.head.dtype) @ self.head.T
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (float64 if x is), cast to `dtype`
+    (default: that of x). Zhang and Sennrich 2019."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    return wide.to(x.dtype if dtype is None else dtype)
+
+
+def ttt_cross_entropy(
+    hidden: list[torch.Tensor],
+    head: torch.Tensor,
+    teacher: Teacher,
+    last_states: torch.Tensor,
+    slots: torch.Tensor,
+    coefficients: torch.Tensor,
+    predicted_ids: torch.Tensor,
+    fused: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """loss = sum over r, k of coefficients[r, k] * H(teacher_r, softmax(head @ hidden[k][slots[r, k]])).
+
+    hidden: K tensors [C, H], normed. head: [N, H]. last_states: [R, H_target]. slots: [R, K] int64, each query row at
+    most once per step among the pairs of non-zero coefficient. coefficients: [R, K] float32; a pair with 0 adds
+    nothing, whatever its row holds. predicted_ids: [R] int64 draft ids of the text's tokens, -1 outside.
+    Returns (loss scalar, differentiable in `hidden` and `head`; entropy [K], the unweighted sums of H over pairs with
+    non-zero coefficients; hits [K], pairs whose most likely draft token is the text's), float32 (float64 for
+    float64 inputs).
+    """
+    if fused is None:
+        fused = head.is_cuda and head.dtype == torch.bfloat16
+    return _ChunkedCrossEntropy.apply(head, teacher, last_states, slots, coefficients, predicted_ids, fused, *hidden)
+
+
+def row_cross_entropy(student, teacher, coefficients, predicted_ids):
+    """Entropy [n, K], hits [n, K] and the gradient by student logits, in plain PyTorch.
+
+    student: [n, K, N]; teacher: [n, N]; coefficients: [n, K]; predicted_ids: [n].
+    """
+    wide = torch.float64 if student.dtype == torch.float64 else torch.float32
+    p = teacher.to(wide).softmax(-1)  # [n, N]
+    logq = student.to(wide).log_softmax(-1)  # [n, K, N]
+    entropy = -torch.einsum("nv,nkv->nk", p, logq)
+    hits = student.argmax(-1) == predicted_ids[:, None]
+    gradient = logq.exp_().sub_(p[:, None]).mul_(coefficients[..., None].to(wide))
+    return entropy, hits, gradient.to(student.dtype)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, teacher, last_states, slots, coefficients, predicted_ids, fused, *hidden):
+        num_predicted, num_steps = slots.shape
+        wide = torch.float64 if head.dtype == torch.float64 else torch.float32
+        sums = torch.zeros(3, num_steps, dtype=wide, device=head.device)  # weighted entropy, entropy, hits
+        need_head, need_hidden = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
+        d_head = torch.zeros_like(head, dtype=wide) if need_head else None
+        # one row of padding swallows the gradients of pairs that do not count
+        d_hidden = (
+            [torch.zeros(h.shape[0] + 1, h.shape[1], dtype=h.dtype, device=h.device) for h in hidden]
+            if need_hidden
+            else []
+        )
+        spare = hidden[0].shape[0]
+        rows = max(1, min(num_predicted, LOGITS_PER_CHUNK[head.device.type] // (num_steps * head.shape[0])))
+        for first in range(0, num_predicted, rows):
+            chunk = slice(first, min(first + rows, num_predicted))
+            n = chunk.stop - chunk.start
+            p = teacher.logits(last_states[chunk])  # [n, N]
+            x = torch.stack([h[slots[chunk, k]] for k, h in enumerate(hidden)], dim=1)  # [n, K, H]
+            logits = (x.view(n * num_steps, -1) @ head.T).view(n, num_steps, -1)
+            arithmetic = row_cross_entropy
+            if fused:
+                from common.losses_triton import row_cross_entropy as arithmetic
+            c = coefficients[chunk]
+            entropy, hits, gradient = arithmetic(logits, p, c, predicted_ids[chunk])
+            counted = c != 0
+            entropy = torch.where(counted, entropy, 0)
+            sums += torch.stack((entropy * c, entropy, (hits & counted).to(wide))).sum(1)
+            gradient = gradient.view(n * num_steps, -1)
+            if need_head:
+                _add_product(d_head, gradient, x.view(n * num_steps, -1))
+            if need_hidden:
+                dx = (gradient @ head).view(n, num_steps, -1)
+                for k in range(num_steps):
+                    d_hidden[k][torch.where(counted[:, k], slots[chunk, k], spare)] = dx[:, k]
+        ctx.save_for_backward(d_head.to(head.dtype) if need_head else None, *(d[:-1] for d in d_hidden))
+        entropy, hits = sums[1].clone(), sums[2].clone()
+        ctx.mark_non_differentiable(entropy, hits)
+        return sums[0].sum(), entropy, hits
+
+    @staticmethod
+    def backward(ctx, grad_loss, _entropy, _hits):
+        d_head, *d_hidden = ctx.saved_tensors
+        scale = grad_loss
+        return (
+            None if d_head is None else d_head * scale.to(d_head.dtype),
+            None, None, None, None, None, None,
+            *((d * scale.to(d.dtype) for d in d_hidden) if d_hidden else [None] * (len(ctx.needs_input_grad) - 7)),
+        )  # fmt: skip
+
+
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
+    """total += gradient.T @ x, accumulated in the dtype of `total`."""
+    if total.is_cuda and total.dtype == torch.float32 and gradient.dtype == torch.bfloat16:
+        torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
+    else:
+        total += (gradient.T @ x).to(total.dtype)

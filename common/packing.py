@@ -1,0 +1,219 @@
+"""Which positions of which documents train, and one packed batch of them.
+
+This file owns the alignment of training-time test. For a document with tokens x[0..L) and capture points read at
+every position:
+
+* **Position t** at step 0 sees the captured points at t and the embedding of x[t+1]; it predicts x[t+2], and its
+  teacher is the target's last state at t+1. At step k it sees its own previous state and the embedding of x[t+1+k]
+  (the true token in training), has rotary position t+k, predicts x[t+2+k], and its teacher is the last state at t+1+k.
+* **It counts at step k** when x[t+2+k] exists in the same document and is supervised. Token ids, teacher row and mask
+  are therefore all read at the one predicted token s = t+2+k; nothing is shifted separately.
+* **It needs a query** when it counts at any step 0..K-1 (a chain that counts at step 3 passes through steps 0 to 2).
+  The others contribute their step-0 key and value and nothing else. At every step, each supervised token s >= 2+k is
+  predicted by exactly one position, t = s-2-k, so the loss of step k is an average over the same tokens for every k
+  (less the first k tokens of a document).
+
+So the loss walks over predicted tokens, R of them (one teacher row each, used by all steps), and the layer over query
+rows, C of them; R <= C <= R + (K-1) * (supervised spans). A three-token prompt with a reply of one token, K = 3:
+x[3] is predicted by t=1 at step 0 and by t=0 at step 1; C = 2, R = 1.
+
+Called by common/batches.py (training) and eval_acceptance.py; read by common/drafter.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+
+from common.errors import UserError
+
+
+class Document(Protocol):
+    """What `pack_documents` reads: `common.shards.Sample` is one."""
+
+    input_ids: torch.Tensor  # [L] int64
+    loss_mask: torch.Tensor  # [L] int64, 1 where supervised
+    states: Sequence[torch.Tensor]  # P capture points, then the last state (pre-norm): P+1 tensors [L, H_target]
+
+
+@dataclass
+class PackedBatch:
+    """Documents packed end to end, T tokens, C query rows and R predicted tokens; tails beyond the real ones are padding.
+
+    With budgets given, T, C, R are the same in every batch, so shapes are static. Padding tokens form one document of
+    their own at the end, padding queries stand at row T-1, padding predictions weigh nothing: they change no result.
+    """
+
+    embed_ids: torch.Tensor  # [T] int64: x[t+1], whose embedding position t reads at step 0; 0 at a document's end
+    aux_states: torch.Tensor  # [T, P * H_target] capture points side by side, in order
+    positions: torch.Tensor  # [T] int64: t within its own document
+    query_rows: torch.Tensor  # [C] int64, ascending: the row (0..T-1) of each position that needs a query
+    query_starts: torch.Tensor  # [C] int64, ascending: the row at which the query's document begins
+    chain_ids: (
+        torch.Tensor
+    )  # [C, K+1] int64: x[t+1] ... x[t+1+K], 0 past the document's end; chain_ids[:, k+1] is predicted
+    counts: torch.Tensor  # [C, K] bool: whether the row counts at step k
+    teacher_rows: (
+        torch.Tensor
+    )  # [C, K] int64: row of last_states that is the teacher of (c, k); 0 where it does not count
+    query_documents: torch.Tensor  # [C] int64: index of the document in the packed sequence, -1 for padding
+    last_states: torch.Tensor  # [R, H_target] last state at s-1 for each predicted token s, pre-norm
+    predicted_ids: torch.Tensor  # [R] int64: x[s]
+    slots: torch.Tensor  # [R, K] int64: which query row (0..C-1) predicts this token at step k; 0 where none does
+    weights: torch.Tensor  # [R, K] float32: 1 where slots is real, else 0
+    num_documents: int
+    num_tokens: int  # real ones, without padding; likewise below
+    num_queries: int
+    num_predicted: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.counts.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+
+    def to(self, device, non_blocking: bool = True) -> "PackedBatch":
+        """A copy on `device`; from pinned memory the copies are asynchronous."""
+        return replace(self, **{n: t.to(device, non_blocking=non_blocking) for n, t in self.tensors().items()})
+
+    def pin(self) -> "PackedBatch":
+        return replace(self, **{n: t.pin_memory() for n, t in self.tensors().items()})
+
+    def copy_into(self, other: "PackedBatch") -> None:
+        """Overwrite the tensors of `other` (same budgets): how a captured CUDA graph is fed its next batch."""
+        for name, tensor in self.tensors().items():
+            getattr(other, name).copy_(tensor, non_blocking=True)
+
+
+def query_positions(loss_mask: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Positions t of one document that need a query, ascending int64 [c]: any of x[t+2 .. t+1+K] supervised.
+
+    loss_mask: [L] integer or bool. 0 <= t <= L-3; empty for documents of fewer than three tokens.
+    """
+    length = loss_mask.shape[0]
+    if length < 3:
+        return torch.empty(0, dtype=torch.int64)
+    before = torch.zeros(length + 1, dtype=torch.int64)  # before[i] = supervised tokens among x[0..i)
+    torch.cumsum(loss_mask != 0, 0, out=before[1:])
+    t = torch.arange(length - 2)
+    return t[before[(t + 2 + num_steps).clamp(max=length)] > before[t + 2]]
+
+
+def count_positions(loss_mask: torch.Tensor, num_steps: int) -> tuple[int, int]:
+    """(query rows, predicted tokens) that one document adds to a batch: what packing to budgets adds up."""
+    return query_positions(loss_mask, num_steps).shape[0], int((loss_mask[2:] != 0).sum())
+
+
+def pack_documents(
+    documents: Sequence[Document],
+    num_steps: int,
+    *,
+    tokens: int | None = None,
+    queries: int | None = None,
+    predicted: int | None = None,
+    into: PackedBatch | None = None,
+) -> PackedBatch:
+    """Pack documents in the given order.
+
+    num_steps: K, the TTT steps to lay out. tokens, queries, predicted: the budgets T, C, R; by default exactly what the
+    documents need (at least one row each, so that no tensor is empty), and `predicted` is `queries` when only that is
+    given. into: a batch with the same budgets whose tensors are overwritten and returned (pinned buffers are reused).
+    States keep their dtype. Raises UserError when the documents do not fit the budgets, or a document's tensors
+    disagree in length.
+    """
+    if not documents:
+        raise UserError("pack_documents: no documents given")
+    wanted = [query_positions(document.loss_mask, num_steps) for document in documents]
+    num_tokens = sum(document.input_ids.shape[0] for document in documents)
+    num_queries = sum(rows.shape[0] for rows in wanted)
+    num_predicted = sum(int((document.loss_mask[2:] != 0).sum()) for document in documents)
+    tokens = max(num_tokens, 1) if tokens is None else tokens
+    if predicted is None:
+        predicted = max(num_predicted, 1) if queries is None else queries
+    queries = max(num_queries, 1) if queries is None else queries
+    for what, need, budget in (("tokens", num_tokens, tokens), ("query rows", num_queries, queries),
+                               ("predicted tokens", num_predicted, predicted)):  # fmt: skip
+        if need > budget:
+            raise UserError(f"{len(documents)} documents need {need} {what}, the batch holds {budget}")
+
+    states = documents[0].states
+    batch = _blank(tokens, queries, predicted, num_steps, (len(states) - 1) * states[0].shape[1], states[0], into)
+    batch.num_documents, batch.num_tokens = len(documents), num_tokens
+    batch.num_queries, batch.num_predicted = num_queries, num_predicted
+    batch.positions[num_tokens:] = torch.arange(tokens - num_tokens)
+    batch.query_starts.fill_(num_tokens if num_tokens < tokens else tokens - documents[-1].input_ids.shape[0])
+    steps = torch.arange(num_steps)
+    row = query = prediction = 0
+    for number, document in enumerate(documents):
+        ids, length, width = document.input_ids, document.input_ids.shape[0], document.states[0].shape[1]
+        if document.loss_mask.shape[0] != length or any(state.shape[0] != length for state in document.states):
+            lengths = [document.loss_mask.shape[0]] + [state.shape[0] for state in document.states]
+            raise UserError(f"document {number}: {length} tokens, but loss mask and states have {lengths} rows")
+        here = slice(row, row + length)
+        batch.embed_ids[row : row + length - 1] = ids[1:]
+        batch.positions[here] = torch.arange(length)
+        for point, state in enumerate(document.states[:-1]):
+            batch.aux_states[here, point * width : (point + 1) * width] = state
+
+        t = wanted[number]  # [c] positions with a query
+        mine = slice(query, query + t.shape[0])
+        batch.query_rows[mine] = row + t
+        batch.query_starts[mine] = row
+        batch.query_documents[mine] = number
+        following = t[:, None] + 1 + torch.arange(num_steps + 1)  # [c, K+1]
+        exists = following < length
+        batch.chain_ids[mine] = torch.where(exists, ids[following.clamp(max=length - 1)], 0)
+        supervised = exists & (document.loss_mask[following.clamp(max=length - 1)] != 0)
+        batch.counts[mine] = supervised[:, 1:]
+
+        s = torch.nonzero(document.loss_mask[2:] != 0).flatten() + 2  # [r] predicted tokens
+        theirs = slice(prediction, prediction + s.shape[0])
+        batch.last_states[theirs] = document.states[-1][s - 1]
+        batch.predicted_ids[theirs] = ids[s]
+        number_of_query = torch.zeros(length, dtype=torch.int64)
+        number_of_query[t] = query + torch.arange(t.shape[0])
+        number_of_prediction = torch.zeros(length, dtype=torch.int64)
+        number_of_prediction[s] = prediction + torch.arange(s.shape[0])
+        source = s[:, None] - 2 - steps  # [r, K]: t = s-2-k
+        batch.slots[theirs] = torch.where(source >= 0, number_of_query[source.clamp(min=0)], 0)
+        batch.weights[theirs] = (source >= 0).float()
+        batch.teacher_rows[mine] = torch.where(
+            supervised[:, 1:], number_of_prediction[following[:, 1:].clamp(max=length - 1)], 0
+        )
+        row, query, prediction = row + length, query + t.shape[0], prediction + s.shape[0]
+    return batch
+
+
+def _blank(
+    tokens: int, queries: int, predicted: int, num_steps: int, aux_width: int, state: torch.Tensor,
+    into: PackedBatch | None,
+) -> PackedBatch:  # fmt: skip
+    """A batch of padding only, freshly allocated or written over `into`."""
+    shapes = {
+        "embed_ids": ((tokens,), torch.int64),
+        "aux_states": ((tokens, aux_width), state.dtype),
+        "positions": ((tokens,), torch.int64),
+        "query_rows": ((queries,), torch.int64),
+        "query_starts": ((queries,), torch.int64),
+        "chain_ids": ((queries, num_steps + 1), torch.int64),
+        "counts": ((queries, num_steps), torch.bool),
+        "teacher_rows": ((queries, num_steps), torch.int64),
+        "query_documents": ((queries,), torch.int64),
+        "last_states": ((predicted, state.shape[1]), state.dtype),
+        "predicted_ids": ((predicted,), torch.int64),
+        "slots": ((predicted, num_steps), torch.int64),
+        "weights": ((predicted, num_steps), torch.float32),
+    }
+    if into is None:
+        made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    else:
+        made = into.tensors()
+        for name, (shape, dtype) in shapes.items():
+            if tuple(made[name].shape) != shape or made[name].dtype != dtype:
+                raise UserError(f"pack_documents(into=...): {name} is {tuple(made[name].shape)}, expected {shape}")
+            made[name].zero_()
+    made["query_rows"].fill_(tokens - 1)
+    made["query_documents"].fill_(-1)
+    return PackedBatch(**made, num_documents=0, num_tokens=0, num_queries=0, num_predicted=0)

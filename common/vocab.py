@@ -1,0 +1,79 @@
+"""The draft vocabulary: the target tokens that the drafter's head can name, and the maps between both numberings.
+
+Chosen once from the supervised tokens of the training data by train_drafter.py, saved with the drafter and never
+rebuilt. `target_id = draft_id + d2t[draft_id]`; `t2d[target_id]` says whether a target token is in it.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from common.errors import UserError
+
+
+def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_size: int) -> torch.Tensor:
+    """Frequencies of supervised tokens over the target vocabulary, int64 [vocab_size].
+
+    samples: pairs (input_ids [L], loss_mask [L]); short ones are counted together. Raises UserError for an id outside
+    0..vocab_size-1, naming the sample.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    waiting: list[torch.Tensor] = []
+    waiting_tokens = 0
+
+    def add_up() -> None:
+        nonlocal waiting_tokens
+        if waiting:
+            counts.add_(torch.bincount(torch.cat(waiting), minlength=vocab_size))
+        waiting.clear()
+        waiting_tokens = 0
+
+    for number, (input_ids, loss_mask) in enumerate(samples):
+        chosen = input_ids[loss_mask != 0]
+        if chosen.numel():
+            low, high = torch.aminmax(chosen)
+            if low < 0 or high >= vocab_size:
+                raise UserError(
+                    f"sample {number}: supervised token id {int(high if high >= vocab_size else low)} is outside the "
+                    f"target vocabulary of {vocab_size}; were these states made by another model?"
+                )
+            waiting.append(chosen)
+            waiting_tokens += chosen.numel()
+        if waiting_tokens >= 1 << 22:
+            add_up()
+    add_up()
+    return counts
+
+
+def build_draft_vocab(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `size` most frequent target tokens, ties broken by the smaller id; 0 means the whole target vocabulary.
+
+    counts: int64 [V] from `count_tokens`. Returns d2t int64 [N] and t2d bool [V], draft ids in ascending order of
+    target id. N is smaller than `size` when fewer distinct tokens were supervised: the caller says so. Raises UserError
+    when nothing was supervised.
+    """
+    vocab_size = counts.shape[0]
+    if size < 0:
+        raise UserError(f"draft vocabulary size {size}: expected 0 (full) or a positive number of tokens")
+    if size == 0 or size >= vocab_size:
+        return torch.zeros(vocab_size, dtype=torch.int64), torch.ones(vocab_size, dtype=torch.bool)
+    distinct = int((counts > 0).sum())
+    if distinct == 0:
+        raise UserError("the draft vocabulary cannot be built: no supervised token in the training data")
+    by_frequency = torch.argsort(counts, descending=True, stable=True)  # stable: ties stay in order of id
+    chosen = by_frequency[: min(size, distinct)].sort().values  # [N] target ids, ascending
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    return chosen - torch.arange(chosen.shape[0]), t2d
+
+
+def target_ids(d2t: torch.Tensor) -> torch.Tensor:
+    """Target id of every draft id, int64 [N]: the rows of the target's head that the drafter can name."""
+    return d2t + torch.arange(d2t.shape[0], device=d2t.device)
+
+
+def draft_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Draft id of every target id, int64 [vocab_size]; -1 outside the draft vocabulary."""
+    back = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t.device)
+    back[target_ids(d2t)] = torch.arange(d2t.shape[0], device=d2t.device)
+    return back
