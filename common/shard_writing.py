@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 Written = namedtuple("Written", "bytes xxh3")  # size of the file; xxh3-128 of all of it, hex
-LEADER_LOCK, WRITERS_LOCK = ".lock", ".writers.lock"
+WRITERS_LOCK = ".writers.lock"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

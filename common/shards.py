@@ -192,8 +192,8 @@ class ShardReader:
     def load(self, record: Record, verify: bool = False) -> Sample:
         """The sample of `record`, memory-mapped; tensors outlive the reader; arrow states are strided.
 
-        `verify` first reads the whole file and compares its xxh3-128. UserError names a file that is missing, damaged or
-        of another shape than its manifest line says.
+        `verify` first reads the whole file and compares its xxh3-128. UserError names a file that is missing,
+        damaged or of another shape than its manifest line says.
         """
         import torch
 
@@ -277,6 +277,12 @@ def token_hash(ids: Iterable[int]) -> str:
     import numpy as np
 
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(ids, dtype="<i8").tobytes())
+
+
+def is_placeholder(path: Path) -> bool:
+    """Whether a file is the filler that `RunDirectory.finish` gives rows without a sample in layout arrow."""
+    with open(path, "rb") as file:
+        return path.suffix == ".safetensors" and b'"placeholder"' in file.read(400)
 
 
 def file_problem(record: Record, contents: bool = True) -> str | None:
