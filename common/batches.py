@@ -1,0 +1,238 @@
+"""Which documents train together: the held-out split and the packing of documents into batches of a fixed size.
+
+train_drafter.py makes one `Schedule`; common/feed.py reads the documents that it names. A batch has room for a fixed
+number of tokens, of query rows and of predicted tokens (common/packing.py), so that every batch of a run has the same
+shape whatever it holds, and the compiler sees one shape only. Documents are never split over batches and never see
+each other.
+
+The plan of an epoch is a function of the samples, the budget, the seed and the epoch: every rank computes the same one
+and takes its own batches from it, and a resumed run continues at (epoch, step). It does not depend on the number of
+ranks: a step is the next `batches_per_step` batches, shared out over ranks and accumulation steps. The end of an
+epoch is filled up with empty batches, so every rank takes the same number of steps and every sample is used once.
+"""
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from common.errors import UserError
+from common.packing import count_positions
+
+WINDOW = 512  # documents that a batch may choose from
+PAIRS = 100  # of these, how many are tried two at a time to fill the last gap
+SLACK = 1.02  # room for query rows and predicted tokens beyond their average share of the tokens
+SCAN_CHUNK = 512  # samples read between two signs of life
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Room of one batch."""
+
+    tokens: int
+    queries: int  # positions that need a query, see common/packing.py
+    predicted: int  # tokens that are predicted
+
+
+def is_held_out(row_hash: str, fraction: float) -> bool:
+    """Whether the row with this hash (hex) belongs to the held-out part.
+
+    Depends on the row alone: added data never moves a row, duplicates stay together, and a larger fraction contains
+    every smaller one.
+    """
+    return xxhash.xxh3_64_intdigest(row_hash.encode()) < fraction * 2**64
+
+
+def split(records, fraction: float):
+    """(training records, held-out records), each in the given order. Raises `UserError` when either would be empty."""
+    if not 0 <= fraction < 1:
+        raise UserError(f"--eval-fraction {fraction}: expected a number from 0 (no held-out part) to below 1")
+    held_out = [record for record in records if is_held_out(record.row_hash, fraction)]
+    training = [record for record in records if not is_held_out(record.row_hash, fraction)]
+    if not training:
+        raise UserError(f"no sample is left for training: {len(held_out)} are held out by --eval-fraction {fraction}")
+    if fraction and not held_out:
+        raise UserError(
+            f"--eval-fraction {fraction} holds out none of {len(records)} samples; raise it, or give 0 to train "
+            f"without evaluation"
+        )
+    return training, held_out
+
+
+def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, workers: int = 4, tick=lambda done: None):
+    """Read ids and loss mask of every sample: what it takes of each budget, and how often each token is supervised.
+
+    Only the first `max_tokens` tokens of a document count. Returns sizes int64 [N, 3] (tokens, query rows, predicted
+    tokens) and frequencies int64 [vocab_size]. `tick(done)` is called now and then. Raises `UserError` for a file that
+    cannot be read or a token id outside the vocabulary, naming the file.
+    """
+    def measure(record):
+        ids, mask = (tensor[:max_tokens] for tensor in reader.load(record)[:2])
+        chosen = ids[mask != 0]
+        if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= vocab_size):
+            raise UserError(
+                f"{record.path}: supervised token ids run from {int(chosen.min())} to {int(chosen.max())}, the target "
+                f"has {vocab_size}; were these states made by another model?"
+            )
+        return (len(ids), *count_positions(mask, num_steps)), chosen
+
+    sizes = np.empty((len(records), 3), dtype=np.int64)
+    frequencies = torch.zeros(vocab_size, dtype=torch.int64)
+    with ThreadPoolExecutor(workers) as pool:
+        for first in range(0, len(records), SCAN_CHUNK):
+            chunk = records[first : first + SCAN_CHUNK]
+            measured = list(pool.map(measure, chunk))
+            sizes[first : first + len(chunk)] = [size for size, _ in measured]
+            supervised = torch.cat([chosen for _, chosen in measured])
+            frequencies += torch.bincount(supervised, minlength=vocab_size)
+            tick(first + len(chunk))
+    return sizes, frequencies
+
+
+def fit(records, sizes: np.ndarray, max_tokens: int, long_documents: str) -> tuple[np.ndarray, Counter]:
+    """int64 [M]: which of the records can be trained on; and how many are left out or trimmed, by reason.
+
+    A document longer than `max_tokens` is trimmed to its first `max_tokens` tokens ("trim": exact for what is kept,
+    because every position looks back only), left out ("skip") or refused ("refuse": `UserError`).
+    """
+    kept, counts = [], Counter()
+    for place, record in enumerate(records):
+        too_long = record.tokens > max_tokens
+        if too_long and long_documents == "refuse":
+            raise UserError(
+                f"{record.path}: {record.tokens} tokens do not fit into a batch of {max_tokens}; raise "
+                f"--tokens-per-batch, or say --long-documents trim (or skip)"
+            )
+        if too_long and long_documents == "skip":
+            counts[f"left out: longer than {max_tokens} tokens"] += 1
+        elif sizes[place, 2] == 0:
+            counts["left out: no supervised token to predict"] += 1
+        else:
+            if too_long:
+                counts[f"trimmed to {max_tokens} tokens"] += 1
+                counts["tokens trimmed off"] += record.tokens - max_tokens
+            kept.append(place)
+    if not kept:
+        raise UserError(f"none of {len(records)} samples can be trained on: {dict(counts)}")
+    return np.array(kept), counts
+
+
+def choose_budget(sizes: np.ndarray, max_tokens: int) -> Budget:
+    """Room for `max_tokens` tokens and for the query rows and predicted tokens that this many hold on average.
+
+    sizes: int64 [N, 3] as from `scan`. Each room takes the largest document and is a multiple of 16 (one matrix tile).
+    A data set smaller than one batch gets a batch of its own size.
+    """
+    total, largest = sizes.sum(0), sizes.max(0)
+    tokens = max(min(max_tokens, round_up(total[0], 16)), int(largest[0]))
+    average = np.ceil(tokens * SLACK * total / total[0])
+    queries, predicted = (round_up(max(average[i], largest[i]), 16) for i in (1, 2))
+    return Budget(tokens, max(queries, predicted), predicted)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return int(-(-int(number) // multiple) * multiple)
+
+
+def pack(sizes: np.ndarray, budget: Budget, seed: tuple[int, ...]) -> list[list[int]]:
+    """Share N documents out over batches: each inner list names the documents (0..N-1) of one batch.
+
+    sizes: int64 [N, 3], each within the budget. A batch starts with the document that has waited longest, takes
+    documents in shuffled order while there is room for two more of any length, and fills the rest with the document, or
+    the pair, that leaves the least of any budget unused: under 1% of padding on mixed lengths, in about a millisecond.
+    """
+    room = np.array([budget.tokens, budget.queries, budget.predicted])
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    batches, upcoming = [], min(WINDOW, len(order))
+    window = order[:upcoming]
+    while len(window):
+        size = sizes[window]  # [W, 3]
+        free, left, chosen = np.ones(len(window), dtype=bool), room, []
+        reserve = 2 * size[:, 0].max()
+        for place in range(len(window)):
+            if chosen and left[0] < reserve:
+                break
+            if (size[place] <= left).all():
+                free[place], left = False, left - size[place]
+                chosen.append(place)
+        while places := best_fill(size, free, left, room):
+            free[places], left = False, left - size[places].sum(0)
+            chosen += places
+        batches.append(window[chosen].tolist())
+        refill = order[upcoming : upcoming + len(chosen)]
+        upcoming += len(refill)
+        window = np.concatenate([window[free], refill])
+    return batches
+
+
+def best_fill(size: np.ndarray, free: np.ndarray, left: np.ndarray, room: np.ndarray) -> list[int]:
+    """Places of the free document or pair of documents that leaves the least unused room; [] when nothing fits."""
+    places = np.flatnonzero(free & (size <= left).all(1))
+    if not len(places):
+        return []
+    unused = ((left - size[places]) / room).max(1)  # [S]
+    best, choice = unused.min(), [int(places[unused.argmin()])]
+    places = places[:PAIRS]
+    after = [left[i] - size[places, i][:, None] - size[places, i] for i in range(3)]  # each [S, S]
+    unused = np.maximum.reduce([rest / total for rest, total in zip(after, room, strict=True)])
+    unused[np.minimum.reduce(after) < 0] = np.inf
+    np.fill_diagonal(unused, np.inf)
+    if unused.min() < best:
+        choice = [int(places[i]) for i in np.unravel_index(unused.argmin(), unused.shape)]
+    return choice
+
+
+class Schedule:
+    """The batches of every step of every epoch, the same on all ranks.
+
+    records: what `split` returned for training.  sizes: their `scan`.  max_tokens: most tokens in a batch.
+    batches_per_step: batches of one optimizer step, over all ranks and accumulation steps.
+    """
+
+    def __init__(self, records, sizes: np.ndarray, max_tokens: int, batches_per_step: int, seed: int,
+                 long_documents: str = "trim"):
+        kept, self.counts = fit(records, sizes, max_tokens, long_documents)
+        self.records, self.sizes = [records[place] for place in kept], sizes[kept]
+        self.budget = choose_budget(self.sizes, max_tokens)
+        self.batches_per_step, self.seed = batches_per_step, seed
+        self._plans: dict[int, list[list[int]]] = {}
+        self._lock = threading.Lock()  # the reading threads plan the next epoch while the loop asks about this one
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        """Batches of the epoch, filled up with empty ones to whole steps; two epochs are kept."""
+        with self._lock:
+            if epoch not in self._plans:
+                plan = pack(self.sizes, self.budget, (self.seed, epoch))
+                plan += [[]] * (-len(plan) % self.batches_per_step)
+                self._plans = {kept: old for kept, old in self._plans.items() if kept in (0, epoch - 1)}
+                self._plans[epoch] = plan
+            return self._plans[epoch]
+
+    def steps(self, epoch: int) -> int:
+        """Optimizer steps in the epoch; epochs may differ by a few, since each is packed anew."""
+        return len(self._plan(epoch)) // self.batches_per_step
+
+    def batches(self, epoch: int, step: int, rank: int = 0, ranks: int = 1) -> list[list]:
+        """The records in each batch of one rank in one step, in order of accumulation."""
+        plan = self._plan(epoch)[step * self.batches_per_step : (step + 1) * self.batches_per_step]
+        return [[self.records[place] for place in batch] for batch in plan[rank::ranks]]
+
+    def padding(self, epoch: int = 0) -> dict[str, float]:
+        """Unused share of each room in the epoch, empty batches included."""
+        batches = len(self._plan(epoch))
+        return {
+            name: 1 - int(used) / (batches * room)
+            for (name, room), used in zip(asdict(self.budget).items(), self.sizes.sum(0), strict=True)
+        }
+
+
+def fingerprint(records) -> str:
+    """xxh3-128 over the samples in order: what a resumed run must find unchanged."""
+    digest = xxhash.xxh3_128()
+    for record in records:
+        digest.update(f"{record.index} {record.row_hash} {record.tokens} {record.supervised} {record.xxh3}\n")
+    return digest.hexdigest()

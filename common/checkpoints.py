@@ -1,0 +1,197 @@
+"""Checkpoints of a training run: a checkpoint is whole or it is not there, and a run continues from it exactly.
+
+    OUT/checkpoints/step-00001200/
+      drafter.safetensors      float32 weights, d2t, t2d
+      optimizer.safetensors    float32 moments and step counts by parameter name, and the random number states
+      state.json               step, place in the schedule, best figure, arguments, identity, size and xxh3-128 of both
+
+train_drafter.py writes with `save` and continues with `latest` and `restore`. The directory is filled under a temporary
+name, flushed to the disk and renamed; a killed run leaves a temporary directory, which the next one removes. Tensors
+are stored by parameter name and whole, so a run may continue on another number of ranks, sharded or not.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from common.errors import UserError
+from common.export import fsync_file
+from common.shard_writing import cannot_write, fsync_directory
+from common.shards import hash_file
+
+NAME = re.compile(r"step-(\d{8})$")
+TEMPORARY = re.compile(r"\.step-\d{8}\.\d+$")
+FILES = ("drafter.safetensors", "optimizer.safetensors")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def directory_of(out: Path, step: int) -> Path:
+    return out / "checkpoints" / f"step-{step:08d}"
+
+
+def steps_saved(out: Path) -> list[int]:
+    """Steps that have a checkpoint, ascending."""
+    folder = out / "checkpoints"
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := NAME.match(name)))
+
+
+# ---- tensors out of a run and into one -------------------------------------------------------------------------------
+
+
+def collect(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    """(weights and buffers, optimizer tensors) on the CPU, by name. Every rank must call it when sharded."""
+    weights = {name: whole(tensor) for name, tensor in drafter.state_dict().items()}
+    moments = {}
+    for name, parameter in drafter.named_parameters():
+        for key in MOMENTS:
+            if key in optimizer.state.get(parameter, {}):
+                moments[f"{key}.{name}"] = whole(optimizer.state[parameter][key])
+    moments["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        moments["random.cuda"] = torch.cuda.get_rng_state()
+    return weights, moments
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, gathered over the ranks where it is sharded."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().to("cpu", copy=True).contiguous()
+
+
+@torch.no_grad()
+def restore(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the tensors of a checkpoint into a drafter and its optimizer, sharded or not."""
+    weights = load_file(path / FILES[0])
+    for name, tensor in drafter.state_dict().items():
+        tensor.copy_(like(weights[name], tensor))
+    moments = load_file(path / FILES[1])
+    for name, parameter in drafter.named_parameters():
+        state = {key: moments[f"{key}.{name}"] for key in MOMENTS if f"{key}.{name}" in moments}
+        if state:
+            fused = optimizer.param_groups[0].get("fused") or optimizer.param_groups[0].get("capturable")
+            step = state.pop("step")
+            optimizer.state[parameter] = {
+                "step": step.to(parameter.device) if fused else step,
+                **{key: like(tensor, parameter).to(parameter.device, copy=True) for key, tensor in state.items()},
+            }
+    torch.set_rng_state(moments["random.cpu"])
+    if "random.cuda" in moments and torch.cuda.is_available():
+        torch.cuda.set_rng_state(moments["random.cuda"])
+
+
+def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`tensor` (whole) laid out as `parameter` is: this rank's shard of it where that is sharded."""
+    if not hasattr(parameter, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Path:
+    """Write the checkpoint of `step`; called by one rank. state: plain JSON values. `UserError` on a full disk."""
+    final = directory_of(out, step)
+    temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        files = {}
+        for name, tensors in zip(FILES, (weights, moments), strict=True):
+            save_file(tensors, temporary / name)
+            fsync_file(temporary / name)
+            files[name] = {"bytes": (temporary / name).stat().st_size, "xxh3": hash_file(temporary / name)}
+        with open(temporary / "state.json", "w") as file:
+            json.dump({"step": step, "files": files, **state}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_directory(temporary)
+        if final.exists():  # the same step again, after a resume with other arguments
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+        fsync_directory(final.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise cannot_write(final, error) from None
+    return final
+
+
+def latest(out: Path, note=print) -> tuple[Path, dict] | None:
+    """(directory, state) of the newest checkpoint whose files are whole, or None. Damaged ones are named to `note`."""
+    damaged = []
+    for step in reversed(steps_saved(out)):
+        path = directory_of(out, step)
+        problem, state = inspect(path)
+        if problem is None:
+            return path, state
+        damaged.append(f"{path}: {problem}")
+        note(f"checkpoint passed over: {damaged[-1]}")
+    if damaged:
+        raise UserError(
+            f"{out}: every checkpoint is damaged ({'; '.join(damaged)}); remove {out / 'checkpoints'} to start anew"
+        )
+    return None
+
+
+def inspect(path: Path) -> tuple[str | None, dict]:
+    """(what is wrong with the checkpoint or None, its state)."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        for name, expected in state["files"].items():
+            if (found := (path / name).stat().st_size) != expected["bytes"]:
+                return f"{name} has {found} bytes, expected {expected['bytes']}", {}
+            if hash_file(path / name) != expected["xxh3"]:
+                return f"{name} does not match its checksum", {}
+    except (OSError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}", {}
+    return None, state
+
+
+def prune(out: Path, keep: int, best_step: int | None) -> list[int]:
+    """Remove all but the newest `keep` checkpoints and that of the best step; returns the steps removed.
+
+    Only directories that `save` itself names so, directly under OUT/checkpoints, are touched. A checkpoint is renamed
+    before its files go, so that a kill in between leaves none that looks whole.
+    """
+    removed = [step for step in steps_saved(out)[:-keep] if step != best_step]
+    for step in removed:
+        path = directory_of(out, step)
+        if path.is_symlink():
+            continue
+        doomed = path.with_name(f".{path.name}.{os.getpid()}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    return removed
+
+
+def remove_unfinished(out: Path) -> int:
+    """Remove what killed runs left half-written; returns how many. Call it when no other process trains into `out`."""
+    folder = out / "checkpoints"
+    names = [name for name in (os.listdir(folder) if folder.is_dir() else []) if TEMPORARY.match(name)]
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return len(names)
+
+
+def require_same(saved: dict, now: dict, path: Path) -> None:
+    """Raise `UserError` naming every entry of the run's identity (data, target, drafter, batches) that has changed."""
+    names = sorted(set(saved) | set(now))
+    plain = json.loads(json.dumps(now))  # tuples become lists, as they did in the file
+    changed = [
+        f"{name} was {json.dumps(saved.get(name))}, is {json.dumps(plain.get(name))}"
+        for name in names if saved.get(name) != plain.get(name)
+    ]  # fmt: skip
+    if changed:
+        raise UserError(
+            f"{path}: this run cannot be resumed, something that it depends on has changed: {'; '.join(changed)}. "
+            f"Restore it, or train into another --output (--init-from keeps the weights)"
+        )

@@ -1,0 +1,164 @@
+"""Reads the documents that the schedule names, ahead of the training step, so that the step never waits.
+
+train_drafter.py makes one `Feed` a rank. Threads open the memory-mapped samples of the rank's next batches, check each
+sample the first time it is read (checksum, NaN and Inf), and pack it into one of a few page-locked buffers, which are
+used again and again. A step is handed over when all of its batches are there, because the loss is an average over the
+whole step and its counts must be known before the first backward pass. A sample that fails its check is set aside: it
+is named, it is counted, and its place in the batch stays empty.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from common.batches import Schedule
+from common.errors import UserError
+from common.packing import PackedBatch, pack_documents
+from common.shards import Sample, ShardReader
+
+
+@dataclass
+class Loaded:
+    """One packed batch in host memory (page-locked where there is a GPU)."""
+
+    batch: PackedBatch
+    samples: int
+    set_aside: list[dict] = field(default_factory=list)  # index, path and reason of each sample that failed its check
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """float64 [K]: predicted tokens that count at each step."""
+        return self.batch.weights.sum(0, dtype=torch.float64)
+
+
+@dataclass
+class Step:
+    """The batches of one rank in one optimizer step."""
+
+    epoch: int
+    step: int  # within the epoch
+    loaded: list[Loaded]
+    waited_seconds: float  # time that the caller stood still for the data
+
+
+class Feed:
+    """Iterate to get one `Step` after the other, from `start` = (epoch, step in the epoch), without end.
+
+    num_steps: TTT steps to lay out.  buffers: batches read ahead beyond those of the current step.
+    check: verify checksum and finiteness of each sample when this run reads it first.
+    After use, give every `Loaded` back with `release`.
+    """
+
+    def __init__(self, reader: ShardReader, schedule: Schedule, num_steps: int, start: tuple[int, int] = (0, 0),
+                 rank: int = 0, ranks: int = 1, pinned: bool = False, workers: int = 4, buffers: int = 3,
+                 check: bool = True):
+        self.reader, self.schedule, self.num_steps, self.check = reader, schedule, num_steps, check
+        self.pinned = pinned
+        self._checked: set[str] = set()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="feed")
+        self._coming = self._walk(start, rank, ranks)
+        self._running: deque[tuple[int, int, int, Future]] = deque()
+        per_step = schedule.batches_per_step // ranks
+        self._free: deque = deque([(None, None)] * (per_step + buffers))  # (buffer, event of its last copy)
+        self._blank = self._empty_document()
+
+    def _walk(self, start: tuple[int, int], rank: int, ranks: int) -> Iterator[tuple[int, int, int, list]]:
+        """(epoch, step, batches still to come in the step, records) of every batch of this rank, for ever."""
+        epoch, step = start
+        while True:
+            if step >= self.schedule.steps(epoch):
+                epoch, step = epoch + 1, 0
+            batches = self.schedule.batches(epoch, step, rank, ranks)
+            for number, records in enumerate(batches):
+                yield epoch, step, len(batches) - 1 - number, records
+            step += 1
+
+    def _empty_document(self) -> Sample:
+        """One unsupervised token: what an empty batch holds."""
+        sample = self.reader.load(self.schedule.records[0])
+        return Sample(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
+                      [torch.zeros_like(state[:1]) for state in sample.states], None)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Step:
+        started = time.perf_counter()
+        loaded = []
+        while True:
+            self._submit()
+            epoch, step, to_come, future = self._running.popleft()
+            loaded.append(future.result())
+            if to_come == 0:
+                return Step(epoch, step, loaded, time.perf_counter() - started)
+
+    def _submit(self) -> None:
+        while self._free:
+            epoch, step, to_come, records = next(self._coming)
+            buffer, copied = self._free.popleft()
+            self._running.append((epoch, step, to_come, self._pool.submit(self._load, records, buffer, copied)))
+
+    def release(self, loaded: Loaded, copied: "torch.cuda.Event | None" = None) -> None:
+        """Give the buffer back; it is overwritten once the copy to the GPU, whose event is `copied`, is over."""
+        self._free.append((loaded.batch, copied))
+        self._submit()
+
+    def close(self) -> None:
+        """Stop reading; batches under way are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # In the reading threads.
+
+    def _load(self, records: list, buffer: PackedBatch | None, copied) -> Loaded:
+        if copied is not None:
+            copied.synchronize()
+        documents, set_aside = [], []
+        for record in records:
+            sample, problem = self._read(record)
+            if problem:
+                set_aside.append({"index": record.index, "path": str(record.path), "reason": problem})
+            else:
+                documents.append(sample)
+        room = self.schedule.budget
+        batch = pack_documents(documents or [self._blank], self.num_steps, tokens=room.tokens, queries=room.queries,
+                               predicted=room.predicted, into=buffer)  # fmt: skip
+        if self.pinned and buffer is None:
+            batch = batch.pin()
+        if not documents:
+            batch.num_documents = batch.num_tokens = 0
+        return Loaded(batch, len(documents), set_aside)
+
+    def _read(self, record) -> tuple[Sample | None, str | None]:
+        """The sample, cut to the length that fits a batch, or what is wrong with it."""
+        first_time = self.check and record.path not in self._checked
+        try:
+            sample = self.reader.load(record, verify=first_time)
+        except UserError as error:
+            return None, str(error)
+        length = self.schedule.budget.tokens
+        sample = Sample(sample.input_ids[:length], sample.loss_mask[:length], [s[:length] for s in sample.states],
+                        record)
+        if first_time:
+            if problem := not_finite(sample.states):
+                return None, problem
+            self._checked.add(record.path)
+        return sample, None
+
+
+def not_finite(states: list[torch.Tensor]) -> str | None:
+    """Names the first NaN or Inf in the states ("state 2 of 4, row 17"), or None.
+
+    A row sum in float32 is NaN or Inf when the row holds one; only then is the row itself looked at, because large
+    finite values could overflow the sum.
+    """
+    for number, state in enumerate(states, 1):
+        sums = state.sum(-1, dtype=torch.float32)  # [L]
+        for row in torch.nonzero(~torch.isfinite(sums)).flatten().tolist():
+            if not torch.isfinite(state[row]).all():
+                kind = "NaN" if state[row].isnan().any() else "Inf"
+                return f"{kind} in state {number} of {len(states)}, row {row}"
+    return None
