@@ -1,0 +1,155 @@
+"""The acceptance report in its three forms: a table on the terminal, report.json, Markdown for a model card.
+
+Called by eval_acceptance.py with plain dicts (`acceptance.AcceptanceCounts.summary`, `engine_eval` results).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+
+from common.errors import UserError
+
+PACKAGES = ("torch", "transformers", "numpy", "sglang", "safetensors", "datasets", "matplotlib")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that a figure depends on; None where a package is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def save_json(path: Path, content: dict) -> None:
+    """Write report.json through a temporary name. Raises UserError where the directory cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); give another --output") from None
+
+
+def with_interval(summary: dict, name: str, step: int | None = None, percent: bool = True) -> str:
+    """"71.3% (69.8-72.9)", or "3.05 (2.98-3.11)"; "-" where nothing was observed."""
+    value, bounds = summary[name], summary.get(f"{name}_95")
+    if step is not None:
+        value, bounds = value[step], bounds[step] if bounds else None
+    if value is None:
+        return "-"
+    if percent:
+        between = f" ({bounds[0] * 100:.1f}-{bounds[1] * 100:.1f})" if bounds else ""
+        return f"{value * 100:.1f}%{between}"
+    return f"{value:.2f}" + (f" ({bounds[0]:.2f}-{bounds[1]:.2f})" if bounds else "")
+
+
+def offline_rows(results: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the offline table: a figure a row, a drafter a column."""
+    summaries = [result["summary"] for result in results]
+    rows = []
+
+    def add(label, name, percent=True):
+        rows.append([label, *(with_interval(s, name, percent=percent) for s in summaries)])
+
+    add("step-0 accuracy", "step0_accuracy")
+    for k in range(len(summaries[0]["cumulative"])):
+        cells = []
+        for s in summaries:
+            conditional = s["conditional"][k]
+            then = "" if conditional is None else f", conditional {conditional * 100:.1f}%"
+            cells.append(with_interval(s, "cumulative", k) + then)
+        rows.append([f"accepted through step {k}", *cells])
+    add("tokens a cycle, walked (tau)", "tau", percent=False)
+    add("tokens a position", "length_per_position", percent=False)
+    add("misses outside the draft vocabulary", "vocab_share_of_misses")
+    if any(s["off_row_share"] for s in summaries):
+        add("tokens not the target's own choice", "off_row_share")
+    if any(s["expected_length_min_pq"] for s in summaries):
+        add("expected tokens, rejection sampling", "expected_length_min_pq", percent=False)
+        add("expected tokens, greedy draft kept with p", "expected_length_match", percent=False)
+    sizes = [f"{s['samples']} / {s['positions']:,} / {s['cycles']:,}" for s in summaries]
+    rows.append(["samples / positions / cycles", *sizes])
+    return ["", *(result["name"] for result in results)], rows
+
+
+def breakdown_rows(result: dict) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of one drafter's groups: category, turn, position in the reply, source file."""
+    rows = []
+    for dimension, groups in result["breakdown"].items():
+        for group, s in groups.items():
+            rows.append(
+                [
+                    dimension, group, with_interval(s, "step0_accuracy"), with_interval(s, "tau", percent=False),
+                    with_interval(s, "vocab_share_of_misses"), f"{s['positions']:,}",
+                ]
+            )  # fmt: skip
+    return ["by", "group", "step-0 accuracy", "tau", "vocabulary misses", "positions"], rows
+
+
+def engine_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of engine runs: a setting and batch size a row."""
+    rows = []
+    for run in runs:
+        spec = run["speculative"]
+        step0 = "-" if spec["step0_accuracy"] is None else f"{spec['step0_accuracy'] * 100:.1f}%"
+        rows.append(
+            [
+                f"{run['num_steps']}/{run['topk']}/{run['draft_tokens']}", str(run["batch_size"]), f"{spec['tau']:.2f}",
+                step0, f"{run['plain']['tokens_per_second']:,.0f}", f"{spec['tokens_per_second']:,.0f}",
+                f"{run['speed_up']:.2f}x", f"{run['identical_share'] * 100:.1f}%",
+            ]
+        )  # fmt: skip
+    speeds = ["plain tok/s", "EAGLE-3 tok/s", "speed-up"]
+    return ["steps/topk/tokens", "batch", "tau", "step-0", *speeds, "same output"], rows
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """A table on the terminal; plain aligned text when redirected."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=not sys.stdout.isatty())
+    for row in rows:
+        table.add_row(*row)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """The same rows as GitHub Markdown."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def markdown(report: dict, picture: str | None) -> str:
+    """A section for a model card: the tables of `report`, what they were measured on, and the definitions."""
+    parts = ["## Acceptance"]
+    if report.get("offline"):
+        parts.append(markdown_table(*offline_rows(report["offline"])))
+        about = report["data"]
+        parts.append(
+            f"Offline, {about['split']} split of {', '.join(about['paths'])}; target {about['target']}; 95% bootstrap "
+            f"intervals over samples. Accepted: the drafted token equals the target's own greedy token, the drafter "
+            f"running on its own states and tokens. tau follows each reply as the engine does (draft, accept n, "
+            f"advance n + 1) and includes the target's token; target tokens outside the draft vocabulary are misses."
+        )
+        for result in report["offline"]:
+            if result["breakdown"]:
+                parts.append(f"### {result['name']}\n\n" + markdown_table(*breakdown_rows(result)))
+    if report.get("engine"):
+        parts.append("### In SGLang\n\n" + markdown_table(*engine_rows(report["engine"])))
+    if picture:
+        parts.append(f"![Acceptance per step]({picture})")
+    wanted = {name: v for name, v in report["versions"].items() if v}
+    parts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in wanted.items()) + ".")
+    return "\n\n".join(parts) + "\n"
