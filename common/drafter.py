@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: one decoder layer over fused capture points, exactly as SGLang's `LlamaForCausalLMEagle3` runs it.
+"""The EAGLE-3 drafter: one decoder layer over fused capture points, as SGLang's `LlamaForCausalLMEagle3` runs it.
 
 What others use:
 
@@ -16,20 +16,20 @@ teacher is `common.losses.Teacher.from_target(parts, target_ids(drafter.d2t))`; 
 `common.target.load_target_parts(path)`.
 
 Masters and compute: `drafter.compute_dtype` (None: the parameters' own dtype) is what weights and states are cast to
-inside `forward`; on a GPU keep float32 parameters and set torch.bfloat16. Nothing here synchronises with the device.
+inside `forward`; on a GPU keep float32 parameters and set torch.bfloat16. `compile_parts()` compiles the layer for
+training at fixed shapes (budgets: multiples of 16). Nothing here synchronises with the device.
 Callers: train_drafter.py, eval_acceptance.py, common/checkpoints.py.
 """
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from common import drafter_layer as layer
 from common import rope
 from common.errors import UserError
-from common.losses import Teacher, rms_norm, ttt_cross_entropy
+from common.losses import Teacher, ttt_cross_entropy
 from common.packing import PackedBatch
 from common.target import text_config
 from common.ttt_attention import ttt_attention
@@ -144,22 +144,6 @@ def _drafter_scaling(scaling: dict | None, text: dict) -> dict | None:
     return keep
 
 
-class Weights(NamedTuple):
-    """All weights in compute dtype (norms in float32), once per forward pass; q/k/v and gate/up side by side."""
-
-    fc: torch.Tensor  # [H, P * H_target]
-    fc_norm: tuple[torch.Tensor, ...]  # P of [H_target], or none
-    qkv: torch.Tensor  # [(heads + 2 kv_heads) * d, 2H]; reads concat(normed embedding, normed state)
-    o: torch.Tensor  # [H, heads * d]
-    gate_up: torch.Tensor  # [2F, H]
-    down: torch.Tensor  # [H, F]
-    input_norm: torch.Tensor
-    hidden_norm: torch.Tensor
-    post_norm: torch.Tensor
-    norm: torch.Tensor
-    head: torch.Tensor  # [N, H]
-
-
 class Weight(nn.Module):
     """One bias-free weight matrix or norm weight, NaN until something fills it."""
 
@@ -175,6 +159,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
+        self.compiled: tuple = ()
         c, h, d = config, config.hidden_size, config.head_dim
         self.fc = Weight(h, c.num_points * c.target_hidden_size)
         if c.fc_norm:
@@ -205,7 +190,8 @@ class Drafter(nn.Module):
         self.lm_head = Weight(c.draft_vocab_size, h)
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-        frequencies, self.rope_magnitude = rope.inverse_frequencies(d, c.rope_theta, c.rope_scaling)
+        frequencies, magnitude = rope.inverse_frequencies(d, c.rope_theta, c.rope_scaling)
+        self.sizes = layer.Sizes(c.num_attention_heads, c.num_key_value_heads, d, c.rms_norm_eps, magnitude)
         self.register_buffer("rope_frequencies", frequencies, persistent=False)
         self.register_buffer("embed_tokens", None, persistent=False)  # [V, H], the target's
         self.register_buffer("draft_of_target", None, persistent=False)  # [V] draft id, -1 outside
@@ -261,7 +247,17 @@ class Drafter(nn.Module):
 
     # -- the layer ----------------------------------------------------------------------------------------------
 
-    def weights(self) -> Weights:
+    def compile_parts(self) -> None:
+        """Compile the layer (common/drafter_layer.py) for training; drafting without gradients stays eager."""
+        parts = (layer.before_attention_first, layer.before_attention_later, layer.after_attention)
+        self.compiled = tuple(torch.compile(part, fullgraph=True, dynamic=False) for part in parts)
+
+    def _parts(self):
+        if self.compiled and torch.is_grad_enabled():
+            return self.compiled
+        return layer.before_attention_first, layer.before_attention_later, layer.after_attention
+
+    def weights(self) -> layer.Weights:
         """Masters cast to the compute dtype; call once per forward pass."""
         attention, mlp = self.midlayer["self_attn"], self.midlayer["mlp"]
         dtype = self.compute_dtype or self.fc.weight.dtype
@@ -270,7 +266,7 @@ class Drafter(nn.Module):
             parts = [module.weight.to(dtype) for module in modules]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        return Weights(
+        return layer.Weights(
             fc=cast(self.fc),
             fc_norm=tuple(norm.weight for norm in self.fc_norm) if self.config.fc_norm else (),
             qkv=cast(attention["q_proj"], attention["k_proj"], attention["v_proj"]),
@@ -281,48 +277,25 @@ class Drafter(nn.Module):
             hidden_norm=self.midlayer["hidden_norm"].weight,
             post_norm=self.midlayer["post_attention_layernorm"].weight,
             norm=self.norm.weight,
-            head=cast(self.lm_head),
+            embed_tokens=self.embed_tokens,
+            rope_frequencies=self.rope_frequencies,
         )
 
-    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return F.embedding(token_ids, self.embed_tokens).to(dtype)
-
-    def first_step(self, w: Weights, batch: PackedBatch):
+    def first_step(self, w: layer.Weights, batch: PackedBatch):
         """Step 0 up to attention. Returns query [C, heads, d], keys and values [T, kv, d], residual [C, H]."""
-        state, normed = _fuse_points(
-            batch.aux_states, self.embed(batch.embed_ids, w.fc.dtype), w.fc, w.fc_norm, w.input_norm, w.hidden_norm,
-            self.config.rms_norm_eps,
-        )  # fmt: skip
-        cos, sin = rope.cos_sin(batch.positions, self.rope_frequencies, self.rope_magnitude)
-        q_width = self.config.num_attention_heads * self.config.head_dim
-        rows = batch.query_rows
-        query = self._heads(F.linear(normed[rows], w.qkv[:q_width]))
-        keys, values = self._heads(F.linear(normed, w.qkv[q_width:])).chunk(2, dim=1)
-        return rope.rotate(query, cos[rows], sin[rows]), rope.rotate(keys, cos, sin), values, state[rows]
+        return self._parts()[0](w, self.sizes, batch.aux_states, batch.embed_ids, batch.positions, batch.query_rows)
 
-    def later_step(self, w: Weights, state: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor):
+    def later_step(self, w: layer.Weights, state: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor):
         """Step k > 0 up to attention, for states [C, H] of step k-1, tokens [C], rotary positions t+k [C].
 
-        Returns query [C, heads, d], own key and value [C, kv, d], residual [C, H].
+        Returns query [C, heads, d], own key and value [C, kv, d]; the residual is `state` itself.
         """
-        normed = _norm_pair(
-            self.embed(token_ids, state.dtype), state, w.input_norm, w.hidden_norm, self.config.rms_norm_eps
-        )
-        heads = self._heads(F.linear(normed, w.qkv))
-        nq, nkv = self.config.num_attention_heads, self.config.num_key_value_heads
-        query, key, value = heads.split((nq, nkv, nkv), dim=1)
-        cos, sin = rope.cos_sin(positions, self.rope_frequencies, self.rope_magnitude)
-        return rope.rotate(query, cos, sin), rope.rotate(key, cos, sin), value, state
+        return self._parts()[1](w, self.sizes, state, token_ids, positions)
 
-    def finish_step(self, w: Weights, attended: torch.Tensor, residual: torch.Tensor):
-        """After attention, attended: [C, heads, d]. Returns fed-back state [C, H] and normed state for the head [C, H]."""
-        state, normed = _finish(
-            attended.flatten(1), residual, w.o, w.gate_up, w.down, w.post_norm, w.norm, self.config.rms_norm_eps
-        )
+    def finish_step(self, w: layer.Weights, attended: torch.Tensor, residual: torch.Tensor):
+        """After attention [C, heads, d]. Returns the state to feed back and the normed state for the head, [C, H]."""
+        state, normed = self._parts()[2](w, self.sizes, attended, residual)
         return (normed if self.config.norm_output else state), normed
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(1, (-1, self.config.head_dim))
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -337,7 +310,8 @@ class Drafter(nn.Module):
                 query, keys, values, residual = self.first_step(w, batch)
                 empty = keys.new_empty(0, rows.shape[0], *keys.shape[1:])
             else:
-                query, key, value, residual = self.later_step(w, state, batch.chain_ids[:, k], positions + k)
+                query, key, value = self.later_step(w, state, batch.chain_ids[:, k].contiguous(), positions + k)
+                residual = state
                 own_keys.append(key)
                 own_values.append(value)
             attended = ttt_attention(
@@ -353,7 +327,7 @@ class Drafter(nn.Module):
         decays = decay ** torch.arange(num_steps, device=number.device)
         coefficients = weights * (decays / counted.clamp(min=1))
         loss, entropy, hits = ttt_cross_entropy(
-            hidden, w.head, teacher, batch.last_states, batch.slots[:, :num_steps], coefficients,
+            hidden, self.lm_head.weight, teacher, batch.last_states, batch.slots[:, :num_steps], coefficients,
             self.draft_of_target[batch.predicted_ids],
         )  # fmt: skip
         return loss, {"entropy_sum": entropy, "hits": hits, "counted": number}
@@ -380,29 +354,3 @@ def ttt_loss(
     tokens outside the draft vocabulary are misses), `counted`.
     """
     return drafter(batch, teacher, num_steps, decay, counted)
-
-
-# The pointwise parts and their products, as plain functions of tensors: what torch.compile compiles.
-
-
-def _norm_pair(embedding, state, input_norm, hidden_norm, eps):
-    """concat(input_layernorm(embedding), hidden_norm(state)): [n, 2H]."""
-    return torch.cat((rms_norm(embedding, input_norm, eps), rms_norm(state, hidden_norm, eps)), dim=-1)
-
-
-def _fuse_points(aux_states, embedding, fc, fc_norm, input_norm, hidden_norm, eps):
-    """State [T, H] = fc(concat(points)), and the layer's input [T, 2H]."""
-    aux_states = aux_states.to(fc.dtype)
-    if fc_norm:
-        points = aux_states.chunk(len(fc_norm), dim=-1)
-        aux_states = torch.cat([rms_norm(p, norm, eps) for p, norm in zip(points, fc_norm, strict=True)], dim=-1)
-    state = F.linear(aux_states, fc)
-    return state, _norm_pair(embedding, state, input_norm, hidden_norm, eps)
-
-
-def _finish(attended, residual, o, gate_up, down, post_norm, norm, eps):
-    """Output projection, residual, MLP, residual, final norm: (state [C, H], normed [C, H])."""
-    state = residual + F.linear(attended, o)
-    gate, up = F.linear(rms_norm(state, post_norm, eps), gate_up).chunk(2, dim=-1)
-    state = state + F.linear(F.silu(gate) * up, down)
-    return state, rms_norm(state, norm, eps)

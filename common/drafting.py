@@ -28,6 +28,7 @@ class DraftChain:
     @torch.no_grad()
     def __init__(self, drafter: Drafter, batch: PackedBatch):
         self.drafter, self.weights, self.step = drafter, drafter.weights(), 0
+        self.head = drafter.lm_head.weight.to(self.weights.fc.dtype)  # [N, H]
         self.rows, self.starts = batch.query_rows, batch.query_starts
         self.positions = batch.positions[self.rows]
         query, self.keys, self.values, residual = drafter.first_step(self.weights, batch)
@@ -42,10 +43,10 @@ class DraftChain:
     @torch.no_grad()
     def logit_chunks(self):
         """Yield (slice of drafts, logits [n, N] over draft ids) for all C drafts at this step."""
-        size = max(1, LOGITS_PER_CHUNK // self.weights.head.shape[0])
+        size = max(1, LOGITS_PER_CHUNK // self.head.shape[0])
         for first in range(0, self.normed.shape[0], size):
             chunk = slice(first, min(first + size, self.normed.shape[0]))
-            yield chunk, self.normed[chunk] @ self.weights.head.T
+            yield chunk, self.normed[chunk] @ self.head.T
 
     @torch.no_grad()
     def top(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,19 +63,18 @@ class DraftChain:
     def advance(self, token_ids: torch.Tensor) -> None:
         """Take one step with these target ids [C] as the drafted tokens."""
         self.step += 1
-        query, key, value, residual = self.drafter.later_step(
-            self.weights, self.state, token_ids, self.positions + self.step
-        )
+        residual = self.state
+        query, key, value = self.drafter.later_step(self.weights, residual, token_ids, self.positions + self.step)
         self.own_keys = torch.cat((self.own_keys, key[None]))
         self.own_values = torch.cat((self.own_values, value[None]))
         self._finish(query, residual)
 
     @torch.no_grad()
     def select(self, index: torch.Tensor) -> "DraftChain":
-        """A chain whose drafts are the drafts `index` [n] of this one; an index may repeat, which is how trees branch."""
+        """A chain of the drafts `index` [n] of this one; an index may repeat, which is how trees branch."""
         chain = object.__new__(DraftChain)
         chain.drafter, chain.weights, chain.step = self.drafter, self.weights, self.step
-        chain.keys, chain.values = self.keys, self.values
+        chain.head, chain.keys, chain.values = self.head, self.keys, self.values
         chain.rows, chain.starts, chain.positions = self.rows[index], self.starts[index], self.positions[index]
         chain.own_keys, chain.own_values = self.own_keys[:, index], self.own_values[:, index]
         chain.state, chain.normed = self.state[index], self.normed[index]

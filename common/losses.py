@@ -60,20 +60,22 @@ def ttt_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """loss = sum over r, k of coefficients[r, k] * H(teacher_r, softmax(head @ hidden[k][slots[r, k]])).
 
-    hidden: K tensors [C, H], normed. head: [N, H]. last_states: [R, H_target]. slots: [R, K] int64, each query row at
-    most once per step among the pairs of non-zero coefficient. coefficients: [R, K] float32; a pair with 0 adds
-    nothing, whatever its row holds. predicted_ids: [R] int64 draft ids of the text's tokens, -1 outside.
+    hidden: K tensors [C, H], normed, whose dtype is the compute dtype. head: [N, H], any float dtype: a float32 master
+    gets its gradient in float32, summed over all chunks without rounding in between. last_states: [R, H_target].
+    slots: [R, K] int64; at each step a query row appears at most once among the pairs of non-zero coefficient.
+    coefficients: [R, K] float32; a pair with 0 adds nothing. predicted_ids: [R] int64 draft ids of the text's tokens,
+    -1 outside. fused: None chooses the kernel on CUDA.
     Returns (loss scalar, differentiable in `hidden` and `head`; entropy [K], the unweighted sums of H over pairs with
     non-zero coefficients; hits [K], pairs whose most likely draft token is the text's), float32 (float64 for
     float64 inputs).
     """
     if fused is None:
-        fused = head.is_cuda and head.dtype == torch.bfloat16
+        fused = head.is_cuda and head.dtype != torch.float64
     return _ChunkedCrossEntropy.apply(head, teacher, last_states, slots, coefficients, predicted_ids, fused, *hidden)
 
 
 def row_cross_entropy(student, teacher, coefficients, predicted_ids):
-    """Entropy [n, K], hits [n, K] and the gradient by student logits, in plain PyTorch.
+    """Entropy [n, K], hits bool [n, K] and the gradient by student logits [n, K, N], in plain PyTorch.
 
     student: [n, K, N]; teacher: [n, N]; coefficients: [n, K]; predicted_ids: [n].
     """
@@ -89,41 +91,39 @@ def row_cross_entropy(student, teacher, coefficients, predicted_ids):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, head, teacher, last_states, slots, coefficients, predicted_ids, fused, *hidden):
+        arithmetic = row_cross_entropy
+        if fused:
+            from common.losses_triton import row_cross_entropy as arithmetic
         num_predicted, num_steps = slots.shape
-        wide = torch.float64 if head.dtype == torch.float64 else torch.float32
+        compute = hidden[0].dtype
+        wide = torch.float64 if compute == torch.float64 else torch.float32
         sums = torch.zeros(3, num_steps, dtype=wide, device=head.device)  # weighted entropy, entropy, hits
-        need_head, need_hidden = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
-        d_head = torch.zeros_like(head, dtype=wide) if need_head else None
-        # one row of padding swallows the gradients of pairs that do not count
-        d_hidden = (
-            [torch.zeros(h.shape[0] + 1, h.shape[1], dtype=h.dtype, device=h.device) for h in hidden]
-            if need_hidden
-            else []
-        )
+        d_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[0] else None
+        d_hidden = []
+        if any(ctx.needs_input_grad[7:]):  # one row more swallows the gradients of pairs that do not count
+            d_hidden = [h.new_zeros(h.shape[0] + 1, h.shape[1]) for h in hidden]
         spare = hidden[0].shape[0]
+        weight = head.to(compute)
         rows = max(1, min(num_predicted, LOGITS_PER_CHUNK[head.device.type] // (num_steps * head.shape[0])))
         for first in range(0, num_predicted, rows):
             chunk = slice(first, min(first + rows, num_predicted))
             n = chunk.stop - chunk.start
-            p = teacher.logits(last_states[chunk])  # [n, N]
-            x = torch.stack([h[slots[chunk, k]] for k, h in enumerate(hidden)], dim=1)  # [n, K, H]
-            logits = (x.view(n * num_steps, -1) @ head.T).view(n, num_steps, -1)
-            arithmetic = row_cross_entropy
-            if fused:
-                from common.losses_triton import row_cross_entropy as arithmetic
+            x = torch.stack([h[slots[chunk, k]] for k, h in enumerate(hidden)], dim=1).view(n * num_steps, -1)
+            logits = (x @ weight.T).view(n, num_steps, -1)
             c = coefficients[chunk]
-            entropy, hits, gradient = arithmetic(logits, p, c, predicted_ids[chunk])
+            entropy, hits, gradient = arithmetic(logits, teacher.logits(last_states[chunk]), c, predicted_ids[chunk])
             counted = c != 0
             entropy = torch.where(counted, entropy, 0)
             sums += torch.stack((entropy * c, entropy, (hits & counted).to(wide))).sum(1)
             gradient = gradient.view(n * num_steps, -1)
-            if need_head:
-                _add_product(d_head, gradient, x.view(n * num_steps, -1))
-            if need_hidden:
-                dx = (gradient @ head).view(n, num_steps, -1)
+            if d_head is not None:
+                _add_product(d_head, gradient, x)
+            if d_hidden:
+                dx = (gradient @ weight).view(n, num_steps, -1)
                 for k in range(num_steps):
                     d_hidden[k][torch.where(counted[:, k], slots[chunk, k], spare)] = dx[:, k]
-        ctx.save_for_backward(d_head.to(head.dtype) if need_head else None, *(d[:-1] for d in d_hidden))
+        ctx.save_for_backward(d_head, *(d[:spare] for d in d_hidden))
+        ctx.head_dtype = head.dtype
         entropy, hits = sums[1].clone(), sums[2].clone()
         ctx.mark_non_differentiable(entropy, hits)
         return sums[0].sum(), entropy, hits
@@ -131,17 +131,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _entropy, _hits):
         d_head, *d_hidden = ctx.saved_tensors
-        scale = grad_loss
-        return (
-            None if d_head is None else d_head * scale.to(d_head.dtype),
-            None, None, None, None, None, None,
-            *((d * scale.to(d.dtype) for d in d_hidden) if d_hidden else [None] * (len(ctx.needs_input_grad) - 7)),
-        )  # fmt: skip
+        if d_head is not None:
+            d_head = (d_head * grad_loss).to(ctx.head_dtype)
+        d_hidden = [d * grad_loss.to(d.dtype) for d in d_hidden] or [None] * (len(ctx.needs_input_grad) - 7)
+        return d_head, None, None, None, None, None, None, *d_hidden
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
-    """total += gradient.T @ x, accumulated in the dtype of `total`."""
-    if total.is_cuda and total.dtype == torch.float32 and gradient.dtype == torch.bfloat16:
+    """total += gradient.T @ x, accumulated in the dtype of `total` (cuBLAS adds bf16 products into float32)."""
+    if total.is_cuda and total.dtype == torch.float32 and gradient.dtype != torch.float32:
         torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
     else:
         total += (gradient.T @ x).to(total.dtype)

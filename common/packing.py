@@ -39,7 +39,7 @@ class Document(Protocol):
 
 @dataclass
 class PackedBatch:
-    """Documents packed end to end, T tokens, C query rows and R predicted tokens; tails beyond the real ones are padding.
+    """Documents packed end to end: T tokens, C query rows, R predicted tokens; tails beyond the real ones are padding.
 
     With budgets given, T, C, R are the same in every batch, so shapes are static. Padding tokens form one document of
     their own at the end, padding queries stand at row T-1, padding predictions weigh nothing: they change no result.

@@ -1,0 +1,335 @@
+"""The Triton kernels behind common/ttt_attention.py: gathered queries, shared step-0 keys, own keys of later steps.
+
+One forward kernel and three backward kernels. Query blocks read their first and last visible key from `rows` and
+`starts` and walk that range only, with masks at its two ends alone; the k own keys of each query join the same online
+softmax, so nothing is merged afterwards. Query heads that share a kv head are summed inside the kernels: no atomics,
+the same bits on every run. Only common/ttt_attention.py calls this file. With TRITON_INTERPRET=1 it runs on the CPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+def settings(head_dim: int) -> dict:
+    """Block sizes, warps and stages of each kernel by head size (chosen by benchmarks/kernels.py on an H200)."""
+    if head_dim <= 64:
+        return {
+            "forward": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=4, num_stages=3),
+            "queries": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=2),
+            "keys": dict(BLOCK_Q=64, BLOCK_K=128, num_warps=8, num_stages=2),
+            "own": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
+        }
+    return {
+        "forward": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=3),
+        "queries": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=2),
+        "keys": dict(BLOCK_Q=64, BLOCK_K=128, num_warps=8, num_stages=2),
+        "own": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
+    }
+
+
+@triton.jit
+def _visible(rows_ptr, starts_ptr, i, inside, BLOCK_K: tl.constexpr):
+    """Row and start of each query, and key ranges of the block: masked [low, a), plain [a, b), masked [b, high)."""
+    row = tl.load(rows_ptr + i, mask=inside, other=-1).to(tl.int32)
+    start = tl.load(starts_ptr + i, mask=inside, other=2147483647).to(tl.int32)
+    low = tl.min(start) // BLOCK_K * BLOCK_K
+    high = tl.max(row) + 1
+    last_start = tl.max(tl.where(inside, start, 0))
+    first_row = tl.min(tl.where(inside, row, 2147483647))
+    a = tl.minimum(tl.cdiv(last_start, BLOCK_K) * BLOCK_K, tl.cdiv(high, BLOCK_K) * BLOCK_K)
+    b = tl.maximum((first_row + 1) // BLOCK_K * BLOCK_K, a)
+    return row, start, low, a, b, high
+
+
+@triton.jit
+def _forward_range(
+    acc, m, total, q, k_base, v_base, row, start, first, last, num_keys, scale_log2,
+    STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, D)
+    for n0 in range(first, last, BLOCK_K):
+        n = n0 + tl.arange(0, BLOCK_K)
+        offsets = n.to(tl.int64)[:, None] * STRIDE + d[None, :]
+        if MASKED:
+            k = tl.load(k_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+        else:
+            k = tl.load(k_base + offsets)
+        s = tl.dot(q, tl.trans(k)) * scale_log2  # [Q, K], in units of log2
+        if MASKED:
+            seen = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+        shrink = tl.exp2(m - m_safe)
+        p = tl.exp2(s - m_safe[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        if MASKED:
+            v = tl.load(v_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+        else:
+            v = tl.load(v_base + offsets)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, rows_ptr, starts_ptr, out_ptr, lse_ptr,
+    num_queries, num_keys, num_own, scale_log2,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. lse [HEADS, C] is in units of log2."""
+    KV: tl.constexpr = HEADS // GROUP
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # long rows first
+    i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = i < num_queries
+    row, start, low, a, b, high = _visible(rows_ptr, starts_ptr, i, inside, BLOCK_K)
+    d = tl.arange(0, D)
+    q_offsets = (i.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=inside[:, None], other=0.0)
+    k_base, v_base = k_ptr + (head // GROUP) * D, v_ptr + (head // GROUP) * D
+    acc = tl.zeros([BLOCK_Q, D], tl.float32)
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc, m, total = _forward_range(
+        acc, m, total, q, k_base, v_base, row, start, low, a, num_keys, scale_log2, KV * D, D, BLOCK_K, True
+    )
+    acc, m, total = _forward_range(
+        acc, m, total, q, k_base, v_base, row, start, a, b, num_keys, scale_log2, KV * D, D, BLOCK_K, False
+    )
+    acc, m, total = _forward_range(
+        acc, m, total, q, k_base, v_base, row, start, b, high, num_keys, scale_log2, KV * D, D, BLOCK_K, True
+    )
+    for j in range(num_own):
+        own = ((j * num_queries + i).to(tl.int64) * KV + head // GROUP)[:, None] * D + d[None, :]
+        k = tl.load(own_k_ptr + own, mask=inside[:, None], other=0.0)
+        s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
+        m_new = tl.maximum(m, s)
+        shrink, p = tl.exp2(m - m_new), tl.exp2(s - m_new)
+        total = total * shrink + p
+        v = tl.load(own_v_ptr + own, mask=inside[:, None], other=0.0)
+        acc = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
+        m = m_new
+    total = tl.where(inside, total, 1.0)
+    tl.store(out_ptr + q_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(lse_ptr + head * num_queries + i, m + tl.log2(total), mask=inside)
+
+
+@triton.jit
+def _queries_range(
+    dq, q, do, lse, delta, k_base, v_base, row, start, first, last, num_keys, scale_log2,
+    STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, D)
+    for n0 in range(first, last, BLOCK_K):
+        n = n0 + tl.arange(0, BLOCK_K)
+        offsets = n.to(tl.int64)[:, None] * STRIDE + d[None, :]
+        if MASKED:
+            k = tl.load(k_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+            v = tl.load(v_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+        else:
+            k = tl.load(k_base + offsets)
+            v = tl.load(v_base + offsets)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse[:, None])
+        if MASKED:
+            p = tl.where((n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None]), p, 0.0)
+        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    return dq
+
+
+@triton.jit
+def queries_kernel(
+    q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, rows_ptr, starts_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    num_queries, num_keys, num_own, scale, scale_log2,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one block of queries of one head; also stores delta = sum(dO * O) for the two kernels after it."""
+    KV: tl.constexpr = HEADS // GROUP
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = i < num_queries
+    row, start, low, a, b, high = _visible(rows_ptr, starts_ptr, i, inside, BLOCK_K)
+    d = tl.arange(0, D)
+    q_offsets = (i.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=inside[:, None], other=0.0)
+    do = tl.load(do_ptr + q_offsets, mask=inside[:, None], other=0.0)
+    out = tl.load(out_ptr + q_offsets, mask=inside[:, None], other=0.0)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta_ptr + head * num_queries + i, delta, mask=inside)
+    lse = tl.load(lse_ptr + head * num_queries + i, mask=inside, other=0.0)
+    k_base, v_base = k_ptr + (head // GROUP) * D, v_ptr + (head // GROUP) * D
+    dq = tl.zeros([BLOCK_Q, D], tl.float32)
+    dq = _queries_range(
+        dq, q, do, lse, delta, k_base, v_base, row, start, low, a, num_keys, scale_log2, KV * D, D, BLOCK_K, True
+    )
+    dq = _queries_range(
+        dq, q, do, lse, delta, k_base, v_base, row, start, a, b, num_keys, scale_log2, KV * D, D, BLOCK_K, False
+    )
+    dq = _queries_range(
+        dq, q, do, lse, delta, k_base, v_base, row, start, b, high, num_keys, scale_log2, KV * D, D, BLOCK_K, True
+    )
+    for j in range(num_own):
+        own = ((j * num_queries + i).to(tl.int64) * KV + head // GROUP)[:, None] * D + d[None, :]
+        k = tl.load(own_k_ptr + own, mask=inside[:, None], other=0.0).to(tl.float32)
+        v = tl.load(own_v_ptr + own, mask=inside[:, None], other=0.0).to(tl.float32)
+        p = tl.exp2(tl.sum(q.to(tl.float32) * k, 1) * scale_log2 - lse)
+        ds = p * (tl.sum(do.to(tl.float32) * v, 1) - delta)
+        dq += ds[:, None] * k
+    tl.store(dq_ptr + q_offsets, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def keys_kernel(
+    q_ptr, k_ptr, v_ptr, rows_ptr, starts_ptr, first_ptr, last_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    num_queries, num_keys, scale, scale_log2,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one block of step-0 keys and values, summed over the query heads of its kv head."""
+    KV: tl.constexpr = HEADS // GROUP
+    block, kv = tl.program_id(0), tl.program_id(1)
+    n = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    d = tl.arange(0, D)
+    k_offsets = (n.to(tl.int64) * KV + kv)[:, None] * D + d[None, :]
+    k = tl.load(k_ptr + k_offsets, mask=(n < num_keys)[:, None], other=0.0)
+    v = tl.load(v_ptr + k_offsets, mask=(n < num_keys)[:, None], other=0.0)
+    dk = tl.zeros([BLOCK_K, D], tl.float32)
+    dv = tl.zeros([BLOCK_K, D], tl.float32)
+    first = tl.load(first_ptr + block).to(tl.int32) // BLOCK_Q * BLOCK_Q
+    last = tl.load(last_ptr + block).to(tl.int32)
+    for g in range(GROUP):
+        head = kv * GROUP + g
+        for i0 in range(first, last, BLOCK_Q):
+            i = i0 + tl.arange(0, BLOCK_Q)
+            inside = i < num_queries
+            row = tl.load(rows_ptr + i, mask=inside, other=-1).to(tl.int32)
+            start = tl.load(starts_ptr + i, mask=inside, other=2147483647).to(tl.int32)
+            q_offsets = (i.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
+            q = tl.load(q_ptr + q_offsets, mask=inside[:, None], other=0.0)
+            do = tl.load(do_ptr + q_offsets, mask=inside[:, None], other=0.0)
+            lse = tl.load(lse_ptr + head * num_queries + i, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + head * num_queries + i, mask=inside, other=0.0)
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse[None, :])  # [K, Q]
+            p = tl.where((n[:, None] >= start[None, :]) & (n[:, None] <= row[None, :]), p, 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dv)
+            ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk)
+    tl.store(dk_ptr + k_offsets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < num_keys)[:, None])
+    tl.store(dv_ptr + k_offsets, dv.to(dv_ptr.dtype.element_ty), mask=(n < num_keys)[:, None])
+
+
+@triton.jit
+def own_kernel(
+    q_ptr, own_k_ptr, own_v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, num_queries, num_own, scale, scale_log2,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the own keys and values of one block of queries, summed over the query heads of one kv head."""
+    KV: tl.constexpr = HEADS // GROUP
+    kv = tl.program_id(1)
+    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = i < num_queries
+    d = tl.arange(0, D)
+    for j in range(num_own):
+        own = ((j * num_queries + i).to(tl.int64) * KV + kv)[:, None] * D + d[None, :]
+        k = tl.load(own_k_ptr + own, mask=inside[:, None], other=0.0).to(tl.float32)
+        v = tl.load(own_v_ptr + own, mask=inside[:, None], other=0.0).to(tl.float32)
+        dk = tl.zeros([BLOCK_Q, D], tl.float32)
+        dv = tl.zeros([BLOCK_Q, D], tl.float32)
+        for g in range(GROUP):
+            head = kv * GROUP + g
+            q_offsets = (i.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
+            q = tl.load(q_ptr + q_offsets, mask=inside[:, None], other=0.0).to(tl.float32)
+            do = tl.load(do_ptr + q_offsets, mask=inside[:, None], other=0.0).to(tl.float32)
+            lse = tl.load(lse_ptr + head * num_queries + i, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + head * num_queries + i, mask=inside, other=0.0)
+            p = tl.exp2(tl.sum(q * k, 1) * scale_log2 - lse)
+            ds = p * (tl.sum(do * v, 1) - delta)
+            dk += ds[:, None] * q
+            dv += p[:, None] * do
+        tl.store(dk_ptr + own, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(dv_ptr + own, dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@torch.library.custom_op("eagle3::ttt_attention", mutates_args=())
+def _attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor,
+    rows: torch.Tensor, starts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out [C, heads, d], lse float32 [heads, C] in units of log2)."""
+    query, keys, values, own_keys, own_values = (x.contiguous() for x in (query, keys, values, own_keys, own_values))
+    count, heads, d = query.shape
+    out, lse = torch.empty_like(query), query.new_empty((heads, count), dtype=torch.float32)
+    use = settings(d)["forward"]
+    forward_kernel[(triton.cdiv(count, use["BLOCK_Q"]), heads)](
+        query, keys, values, own_keys, own_values, rows, starts, out, lse,
+        count, keys.shape[0], own_keys.shape[0], d**-0.5 * LOG2E,
+        HEADS=heads, GROUP=heads // keys.shape[1], D=d, **use,
+    )  # fmt: skip
+    return out, lse
+
+
+@_attention.register_fake
+def _(query, keys, values, own_keys, own_values, rows, starts):
+    return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("eagle3::ttt_attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor,
+    own_values: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_out, query, keys, values, own_keys, own_values = (
+        x.contiguous() for x in (grad_out, query, keys, values, own_keys, own_values)
+    )
+    count, heads, d = query.shape
+    num_keys, kv = keys.shape[:2]
+    dq, dk, dv, d_own_k, d_own_v = (torch.empty_like(x) for x in (query, keys, values, own_keys, own_values))
+    delta = torch.empty_like(lse)
+    sizes = dict(HEADS=heads, GROUP=heads // kv, D=d)
+    scale = d**-0.5
+    use = settings(d)
+    queries_kernel[(triton.cdiv(count, use["queries"]["BLOCK_Q"]), heads)](
+        query, keys, values, own_keys, own_values, rows, starts, out, grad_out, lse, delta, dq,
+        count, num_keys, own_keys.shape[0], scale, scale * LOG2E, **sizes, **use["queries"],
+    )  # fmt: skip
+    # queries that see anything of key block b are consecutive: rows >= its first key, starts <= its last
+    first_keys = torch.arange(0, num_keys, use["keys"]["BLOCK_K"], device=keys.device)
+    first = torch.searchsorted(rows, first_keys)
+    last = torch.searchsorted(starts, first_keys + (use["keys"]["BLOCK_K"] - 1), right=True)
+    keys_kernel[(first_keys.shape[0], kv)](
+        query, keys, values, rows, starts, first, last, grad_out, lse, delta, dk, dv,
+        count, num_keys, scale, scale * LOG2E, **sizes, **use["keys"],
+    )  # fmt: skip
+    if own_keys.shape[0]:
+        own_kernel[(triton.cdiv(count, use["own"]["BLOCK_Q"]), kv)](
+            query, own_keys, own_values, grad_out, lse, delta, d_own_k, d_own_v,
+            count, own_keys.shape[0], scale, scale * LOG2E, **sizes, **use["own"],
+        )  # fmt: skip
+    return dq, dk, dv, d_own_k, d_own_v
+
+
+@_attention_backward.register_fake
+def _(grad_out, query, keys, values, own_keys, own_values, rows, starts, out, lse):
+    return tuple(torch.empty_like(x) for x in (query, keys, values, own_keys, own_values))
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, _grad_lse):
+    if grad_out is None:
+        return (None,) * 7
+    return *_attention_backward(grad_out, *ctx.saved_tensors), None, None
+
+
+_attention.register_autograd(_backward, setup_context=_save)
+
+
+def fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts) -> torch.Tensor:
+    """The same function as common.ttt_attention.ttt_attention; the head size must be a power of two from 16 to 256."""
+    return _attention(query, keys, values, own_keys, own_values, rows, starts)[0]
