@@ -1,0 +1,342 @@
+"""The committing side of a capture: prompts into the engine, records from the tap, lines into the manifest.
+
+    async with Capture(engine, run, ...) as capture:     # switches the tap on in every scheduler process
+        await capture.take(samples)                      # returns when all are committed, or raises
+
+For each sample two things come back on separate ways: the engine's answer (one greedy token, through SGLang's own
+request path) and the tap's record (file written, its hash, and the token that follows from the stored last state).
+A sample is committed when both are there and the tokens agree. That check ties every file to the prompt it is named
+after: a wrong layer, a second norm, a partial sum or a swapped row gives another token. Near-ties, where two logits are
+closer than the arithmetic can tell, are counted instead.
+"""
+
+import asyncio
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import numpy as np
+
+from common.engine import ChildSignals, EngineDied
+from common.errors import UserError
+from common.tap import RID
+
+# A logit gap below this is a near-tie: the two ways of computing it may round differently. bf16 logits around 20 are
+# 0.125 apart; float32 ones 2e-6.
+NEAR_TIE_GAP = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+MOST_NEAR_TIES = 0.05  # share of samples; more of them is no rounding
+COMMIT_SECONDS = 0.2  # records that arrive within this time share one fsync
+
+
+class CaptureFailed(UserError):
+    """The capture stopped because states are not what they should be, or could not be written."""
+
+
+class Capture:
+    """One capture session of one replica. Not reusable.
+
+    engine: from common.engine.start_engine; run: a shard_run.RunDirectory; points: CapturePoints;
+    settings: hidden_size, dtype (stored), model_dtype, layout, ring_bytes (a rank), writers (threads a rank),
+    tokens_in_flight; on_commit(record) is called for each durable sample.
+    """
+
+    def __init__(self, engine, run, points, settings: dict, on_commit=lambda record: None, on_note=lambda line: None):
+        self.engine, self.run, self.points, self.settings = engine, run, points, settings
+        self.on_commit, self.on_note = on_commit, on_note
+        self.ranks = engine.server_args.tp_size
+        self.answers: dict[int, int] = {}  # index -> the engine's greedy token
+        self.records: dict[int, tuple] = {}  # index -> ("written" | "set_aside", content)
+        self.samples: dict[int, object] = {}  # in flight
+        self.ready: deque[int] = deque()  # both sides are there
+        self.proofs: list[dict] = []
+        self.rank_figures: dict[int, dict] = {}
+        self.near_ties = 0
+        self.committed = 0
+        self.set_aside = 0
+        self.stopping = False
+        self.error: BaseException | None = None
+
+    # -- start and end --
+
+    async def __aenter__(self) -> "Capture":
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.connections: dict[int, object] = {}
+        self.folder = tempfile.mkdtemp(prefix="capture-")
+        over_nodes = self.engine.server_args.nnodes > 1
+        address = (socket.gethostname(), 0) if over_nodes else str(Path(self.folder) / "tap")
+        authkey = secrets.token_bytes(16)
+        self.listener = Listener(address, authkey=authkey, backlog=self.ranks)
+        threading.Thread(target=self.accept, daemon=True, name="capture-accept").start()
+        ChildSignals.on_dead_child = lambda: self.fail(EngineDied("a process of the engine died"))
+        settings = self.settings
+        await self.rpc(
+            "tap_begin",
+            address=self.listener.address,
+            authkey=authkey.hex(),
+            out=str(self.run.out),
+            layout=self.run.layout,
+            rows_per_block=self.run.rows_per_block,
+            points=list(self.points.points),
+            names=self.points.names(),
+            hidden_size=settings["hidden_size"],
+            dtype=settings["dtype"],
+            ring_bytes=settings["ring_bytes"],
+            writers=settings["writers"],
+        )
+        await self.until(lambda: len(self.connections) == self.ranks)
+        self.committer = asyncio.create_task(self.commit_loop())
+        return self
+
+    async def __aexit__(self, kind, error, trace):
+        self.committer.cancel()
+        dead = isinstance(self.error, EngineDied)
+        if not dead:
+            await self.rpc("tap_end")
+        if not isinstance(error, UserError) or self.records:
+            self.commit_ready()
+        self.listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def rpc(self, method: str, **parameters):
+        """Call a method of the scheduler on every rank, without blocking the event loop (a rank may die meanwhile)."""
+        call = self.loop.run_in_executor(None, lambda: self.engine.collective_rpc(method, **parameters))
+        await self.until(call.done)
+        try:
+            call.result()
+        except AssertionError as error:
+            raise CaptureFailed(str(error)) from None
+
+    # -- samples --
+
+    async def take(self, samples) -> None:
+        """Capture `samples` (index, input_ids, loss_mask, row_hash, source, category), in order.
+
+        The first goes alone: its batch proves the hooks. Returns when all are durable, or, after `stop`, when those in
+        flight are. Raises CaptureFailed or EngineDied.
+        """
+        samples = deque(samples)
+        alone = True
+        pending: set[asyncio.Task] = set()
+        tokens_in_flight = 0
+        while samples and not self.stopping:
+            batch = [samples.popleft()]
+            tokens = len(batch[0].input_ids)
+            while not alone and samples and len(batch) < 64 and tokens < self.settings["tokens_in_flight"] // 4:
+                batch.append(samples.popleft())
+                tokens += len(batch[-1].input_ids)
+            task = asyncio.create_task(self.ask(batch))
+            task.tokens = tokens
+            pending.add(task)
+            tokens_in_flight += tokens
+            while pending and (alone or tokens_in_flight >= self.settings["tokens_in_flight"]):
+                tokens_in_flight -= await self.some_done(pending)
+            if alone:
+                await self.until(lambda: not self.samples)
+                alone = not self.proofs
+        while pending:
+            await self.some_done(pending)
+        await self.until(lambda: not self.samples)
+
+    async def some_done(self, pending: set) -> int:
+        """Wait until at least one task is done; returns the tokens that are no longer in flight."""
+        waiter = asyncio.create_task(self.wait_for_error())
+        done, _ = await asyncio.wait({*pending, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if self.error:
+            raise self.error
+        tokens = 0
+        for task in done - {waiter}:
+            pending.discard(task)
+            task.result()
+            tokens += task.tokens
+        return tokens
+
+    async def ask(self, batch: list) -> None:
+        """Describe samples to the ranks that will write them, then let the engine compute them."""
+        for sample in batch:
+            self.samples[sample.index] = sample
+            self.connections[sample.index % self.ranks].send(
+                {
+                    "index": sample.index,
+                    "input_ids": np.asarray(sample.input_ids, dtype=np.int64),
+                    "loss_mask": np.asarray(sample.loss_mask, dtype=np.int64),
+                }
+            )
+        answers = await self.engine.async_generate(
+            input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],
+            rid=[f"{RID}{sample.index}-{len(sample.input_ids)}" for sample in batch],
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+        )
+        for sample, answer in zip(batch, answers, strict=True):
+            finish = answer["meta_info"]["finish_reason"]
+            if finish and finish.get("type") == "abort":
+                raise CaptureFailed(f"row {sample.index}: the engine refused it: {finish.get('message')}")
+            self.answers[sample.index] = answer["output_ids"][0]
+            self.check(sample.index)
+
+    def stop(self) -> None:
+        """Let samples in flight finish and take no more."""
+        self.stopping = True
+        self.wake()
+
+    # -- records --
+
+    def accept(self):
+        """Take one connection of each rank."""
+        try:
+            for _ in range(self.ranks):
+                connection = self.listener.accept()
+                threading.Thread(target=self.receive, args=(connection,), daemon=True).start()
+        except OSError as error:
+            self.loop.call_soon_threadsafe(self.fail, error)
+
+    def receive(self, connection):
+        try:
+            while True:
+                kind, content = connection.recv()
+                self.loop.call_soon_threadsafe(self.message, connection, kind, content)
+        except (EOFError, OSError):
+            pass
+        except RuntimeError:  # the event loop is closed: the session is over
+            pass
+
+    def message(self, connection, kind: str, content: dict):
+        if kind == "hello":
+            self.connections[content["rank"]] = connection
+        elif kind == "proof":
+            self.proofs.append(content)
+        elif kind == "failed":
+            self.fail(CaptureFailed(content["reason"]) if content["known"] else RuntimeError(content["reason"]))
+        elif kind in ("written", "set_aside"):
+            self.rank_figures[content["rank"]] = content
+            self.records[content["index"]] = (kind, content)
+            self.check(content["index"])
+        self.wake()
+
+    def check(self, index: int):
+        """Once both sides of a sample are there, compare the tokens and queue it for the next commit."""
+        if index not in self.answers or index not in self.records:
+            return
+        kind, content = self.records[index]
+        answer = self.answers.pop(index)
+        if kind == "written":
+            own = content["own"]
+            content["agrees"] = "yes"
+            if own["token"] != answer:
+                tie = own["second"] == answer and own["gap"] <= NEAR_TIE_GAP[self.settings["model_dtype"]]
+                if not tie:
+                    return self.fail(CaptureFailed(own_token_message(index, own, answer)))
+                content["agrees"] = "near-tie"
+                self.near_ties += 1
+                if self.near_ties > max(5, MOST_NEAR_TIES * (self.committed + len(self.ready))):
+                    return self.fail(
+                        CaptureFailed(
+                            f"sample {index}: {self.near_ties} of the first {self.committed + len(self.ready)} samples "
+                            f"give another token than the engine by a small gap: too many for rounding; likely causes: "
+                            f"a capture point shifted by one, or a norm applied twice"
+                        )
+                    )
+        self.ready.append(index)
+        self.wake()
+
+    def fail(self, error: BaseException):
+        if self.error is None:
+            self.error = error
+        self.wake()
+
+    # -- commits --
+
+    async def commit_loop(self):
+        """Group commits: all records that arrived meanwhile share the fsyncs."""
+        while True:
+            await asyncio.sleep(COMMIT_SECONDS)
+            try:
+                self.commit_ready()
+            except UserError as error:
+                self.fail(error)
+
+    def commit_ready(self):
+        from common.shards import Record
+
+        committed = []
+        while self.ready:
+            index = self.ready.popleft()
+            kind, content = self.records.pop(index)
+            sample = self.samples[index]
+            if kind == "set_aside":
+                self.run.put_aside(index, content["reason"], sample.row_hash)
+                self.set_aside += 1
+                self.on_note(f"row {index} set aside: {content['reason']}")
+                del self.samples[index]
+                self.on_commit(None)
+                continue
+            own = content["own"]
+            own = {"token": own["token"], "gap": round(own["gap"], 4), "agrees": content["agrees"]}
+            committed.append(
+                Record(
+                    index=index,
+                    tokens=len(sample.input_ids),
+                    supervised=int(np.asarray(sample.loss_mask).sum()),
+                    bytes=content["bytes"],
+                    xxh3=content["xxh3"],
+                    row_hash=sample.row_hash,
+                    category=sample.category,
+                    source=sample.source,
+                    own_token=own,
+                    time=time.time(),
+                )
+            )
+        if committed:
+            self.run.commit(committed)
+            self.committed += len(committed)
+            for record in committed:
+                del self.samples[record.index]
+                self.on_commit(record)
+        self.wake()
+
+    # -- waiting --
+
+    def wake(self):
+        self.changed.set()
+
+    async def until(self, condition):
+        """Wait for `condition`, looked at after each change and every half second; raises the session's error."""
+        while not condition():
+            if self.error:
+                raise self.error
+            self.changed.clear()
+            try:
+                await asyncio.wait_for(self.changed.wait(), 0.5)
+            except TimeoutError:
+                pass
+        if self.error:
+            raise self.error
+
+    async def wait_for_error(self):
+        while self.error is None:
+            await asyncio.sleep(0.1)
+
+    def stalled_seconds(self) -> float:
+        return sum(figures["stalled_seconds"] for figures in self.rank_figures.values())
+
+    def self_checks(self) -> dict:
+        """The result of both checks, for dataset.json."""
+        return {
+            "first_batch": self.proofs,
+            "own_token": {"checked": self.committed, "near_ties": self.near_ties, "mismatches": 0},
+        }
+
+
+def own_token_message(index: int, own: dict, answer: int) -> str:
+    return (
+        f"sample {index}: the stored last state gives token {own['token']} (logit gap {own['gap']:.3g}), but the "
+        f"engine answered {answer}; likely causes: rows of two samples swapped, the last state shifted by one layer, "
+        f"normed twice, or one rank's partial sum"
+    )

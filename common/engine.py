@@ -1,0 +1,291 @@
+"""SGLang's offline Engine, in this process tree, configured so that hidden states can be captured safely.
+
+    engine = start_engine(settings, log=Path("states/logs/engine.log"))     # about a minute
+    answers = await engine.async_generate(input_ids=[[1, 2, 3]], sampling_params={...}, rid=["capture-0-3"])
+    stop_engine(engine)
+
+The engine's schedulers are child processes; the tap (common/tap.py) lives in them. This module owns the arguments:
+what capture needs, what it cannot live with (refused by name), and what a CPU needs. `EngineDied` is raised in place of
+SGLang's own reaction to a dead child, which is to kill the whole process tree.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.capture_points import CapturePoints
+from common.errors import UserError
+from common.placement import Placement
+
+# Arguments that capture cannot live with: name -> (test of the value, why).
+UNSAFE = {
+    "enable_attn_tp_input_scattered": (bool, "layers hand over partial sums, so states would be one rank's share"),
+    "enable_dp_attention": (bool, "each rank sees other requests, so rows would be missing"),
+    "dp_size": (lambda n: n > 1, "SGLang's data parallelism hides requests; use torchrun: one replica a process"),
+    "enable_two_batch_overlap": (bool, "layers run outside their modules, so hooks see nothing"),
+    "enable_single_batch_overlap": (bool, "layers run outside their modules, so hooks see nothing"),
+    "pp_size": (lambda n: n > 1, "early layers would be in other processes; use --tp"),
+    "attn_cp_size": (lambda n: n > 1, "ranks would hold parts of a prompt"),
+    "moe_dp_size": (lambda n: n > 1, "ranks would hold parts of a batch"),
+    "moe_a2a_backend": (lambda name: name not in (None, "none"), "layers hand over token slices instead of all rows"),
+    "enable_mixed_chunk": (bool, "decoding rows would mix with prompt rows"),
+    "disable_radix_cache": (lambda value: not value, "cached prefixes are never computed, so rows would be missing"),
+    "disable_prefill_cuda_graph": (lambda value: not value, "replayed graphs run no Python hooks"),
+    "enforce_disable_flashinfer_allreduce_fusion": (
+        lambda value: not value,
+        "fused all-reduce leaves one rank's partial sum in the layer's output",
+    ),
+    "enable_aiter_allreduce_fusion": (bool, "fused all-reduce leaves one rank's partial sum in the layer's output"),
+    "enable_return_hidden_states": (bool, "it mixes rows under chunked prefill and is many times slower; hooks do it"),
+    "speculative_algorithm": (bool, "capture needs the plain target; speculation is for eval_acceptance.py"),
+    "enable_torch_compile": (bool, "compiled layers run no Python hooks"),
+    "forward_hooks": (bool, "they are set from the capture points"),
+    "enable_hierarchical_cache": (bool, "cached prefixes are never computed, so rows would be missing"),
+    "tokenizer_worker_num": (lambda n: n > 1, "prompts come as token ids; there is nothing to tokenise"),
+}
+CPU_MAX_TOTAL_TOKENS = 32_768  # key/value cache on the CPU, in tokens
+LAYER_PREFIXES = ("model", "language_model.model", "model.language_model", "language_model")
+
+
+class EngineDied(Exception):
+    """A process of the engine ended by itself or was killed; what is committed stays, and the run can be resumed."""
+
+
+@dataclass
+class EngineSettings:
+    """What decides how the engine runs; `recorded` is the part of it that dataset.json keeps."""
+
+    model: str
+    points: CapturePoints
+    architecture: str
+    tp: int = 1
+    revision: str | None = None
+    trust_remote_code: bool = False
+    device: str = "cuda"  # or "cpu"
+    dtype: str = "auto"  # of the model: auto, bfloat16, float16, float32
+    chunk_tokens: int | None = None  # tokens a forward pass; None: SGLang's choice by GPU memory
+    seed: int = 0
+    decode_graphs: bool = False  # CUDA graphs for decoding: worth their start-up time only with --regenerate
+    extra: dict = field(default_factory=dict)  # further ServerArgs, by name
+    placement: Placement = field(default_factory=lambda: Placement(0, 1, True, 0, 1, 0, 0))
+    init_address: str | None = None  # host:port of the replica's first node, when it spans nodes
+
+    def server_arguments(self) -> dict:
+        """All arguments of sglang.ServerArgs. Raises UserError for an unsafe or unknown one, naming it."""
+        arguments = {
+            "model_path": self.model,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "tp_size": self.tp,
+            "dtype": self.dtype,
+            "random_seed": self.seed,
+            "device": self.device,
+            "chunked_prefill_size": self.chunk_tokens,
+            "base_gpu_id": self.placement.base_gpu,
+            "nnodes": self.placement.engine_nodes,
+            "node_rank": self.placement.engine_node,
+            "dist_init_addr": self.init_address,
+            "skip_tokenizer_init": True,  # prompts and answers are token ids
+            "disable_radix_cache": True,
+            "disable_prefill_cuda_graph": True,
+            "disable_decode_cuda_graph": not self.decode_graphs,
+            "enable_mixed_chunk": False,
+            "enforce_disable_flashinfer_allreduce_fusion": True,
+            "forward_hooks": self.hooks(),
+            "log_level": "info",
+            "watchdog_timeout": 24 * 3600,  # a full ring makes a forward pass wait for the disk: that is not a hang
+            "custom_sigquit_handler": report_dead_child,
+        }
+        if self.device == "cpu":
+            arguments |= {
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "grammar_backend": "none",
+                "disable_cuda_graph": True,
+                "disable_overlap_schedule": True,
+                "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
+            }
+        for name, value in self.extra.items():
+            if name in UNSAFE and UNSAFE[name][0](value):
+                raise UserError(f"engine argument {name}={value!r} is unsafe while capturing: {UNSAFE[name][1]}")
+            arguments[name] = value
+        return arguments
+
+    def hooks(self) -> list[dict]:
+        """Forward hooks on the layers whose outputs are stored, and on the logits processor."""
+        specs = []
+        for slot, layer in enumerate(self.points.hooked_layers()):
+            modules = [f"{prefix}.layers.{layer}" for prefix in LAYER_PREFIXES]
+            specs.append(self.hook(f"capture {slot}", modules, "common.tap:layer_hook", {"slot": slot}))
+        modules = ["logits_processor", "language_model.logits_processor"]
+        return [*specs, self.hook("capture logits", modules, "common.tap:logits_hook", {})]
+
+    @staticmethod
+    def hook(name: str, modules: list[str], factory: str, config: dict) -> dict:
+        return {"name": name, "target_modules": modules, "hook_factory": factory, "config": config}
+
+    def recorded(self) -> dict:
+        """Arguments that influence the states, as plain values for dataset.json."""
+        import sglang
+
+        names = ("dtype", "tp_size", "device", "attention_backend", "chunked_prefill_size", "random_seed")
+        arguments = self.server_arguments()
+        chosen = {name: arguments.get(name) for name in names}
+        return {"engine": "sglang", "engine_version": sglang.__version__, "arguments": {**chosen, **self.extra}}
+
+
+def available_device() -> tuple[str, int]:
+    """("cuda", GPUs of this node) or ("cpu", 0)."""
+    import torch
+
+    return ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", 0)
+
+
+def prepare_environment(device: str, tp: int) -> None:
+    """Environment variables that must be set before SGLang is imported."""
+    # The store of torchrun's agent makes every rank of the engine's own rendezvous a client of a server nobody starts.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # Engine() returns on the further nodes of a replica
+    root = str(Path(__file__).resolve().parent.parent)  # the hooks are imported by name in the scheduler processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    if device == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        if tp > 1:
+            cores = os.cpu_count() or 1
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp))
+            os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"  # or SGLang loads NCCL and asks for a GPU
+
+
+def start_engine(settings: EngineSettings, log: Path):
+    """Start the engine; everything that SGLang prints goes to `log`. Returns None on the further nodes of a replica.
+
+    Raises UserError, with the engine's own last word, when it does not come up.
+    """
+    prepare_environment(settings.device, settings.tp)
+    arguments = settings.server_arguments()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    offset = log.stat().st_size if log.exists() else 0
+    with output_to(log):
+        import sglang
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import ServerArgs
+
+        from common import tap
+
+        if unknown := sorted(set(arguments) - set(ServerArgs.__dataclass_fields__)):
+            raise UserError(f"engine argument {unknown[0]!r} does not exist in SGLang {sglang.__version__}")
+
+        class CaptureEngine(Engine):
+            run_scheduler_process_func = staticmethod(tap.run_scheduler)
+            run_detokenizer_process_func = staticmethod(tap.run_detokenizer)
+
+        try:
+            engine = CaptureEngine(**arguments)
+        except (EngineDied, RuntimeError, ValueError, AssertionError, OSError, ImportError) as error:
+            kill_children()
+            raise UserError(f"the engine did not start: {cause_in(log, offset) or error} (whole log: {log})") from None
+    quieten_logging(log)
+    if engine.tokenizer_manager is not None:
+        engine.tokenizer_manager.signal_handler_class = ChildSignals
+    return engine
+
+
+@contextlib.contextmanager
+def output_to(log: Path):
+    """Send what this process and children born meanwhile print to `log`; children keep it for life."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        os.close(saved[0])
+        os.close(saved[1])
+
+
+def quieten_logging(log: Path) -> None:
+    """Messages that SGLang logs in this process go to its log file as well."""
+    root = logging.getLogger()
+    root.handlers = [logging.FileHandler(log)]
+
+
+def cause_in(log: Path, offset: int) -> str | None:
+    """The last exception that the engine printed into its log after `offset`, as one line."""
+    text = log.read_text(errors="replace")[offset:]
+    lines = [line for line in text.splitlines() if re.match(r"^[\w.]*(Error|Exception|Interrupt)\b.*: ", line)]
+    lines = [line for line in lines if not line.startswith(("RuntimeError: Initialization failed", "EOFError"))]
+    return lines[-1][:500] if lines else None
+
+
+# ---- children that die ---------------------------------------------------------------------------------------------
+
+
+def report_dead_child(signum=None, frame=None):
+    """SIGQUIT while the engine starts: SGLang's children send it when they fail."""
+    raise EngineDied("a process of the engine failed while it started")
+
+
+class ChildSignals:
+    """SGLang's tokenizer manager installs these in the event loop; what they call is ours to set."""
+
+    on_dead_child = staticmethod(lambda: None)
+    on_terminate = staticmethod(lambda: None)
+
+    def __init__(self, tokenizer_manager):
+        pass
+
+    def sigterm_handler(self, signum=None, frame=None):
+        ChildSignals.on_terminate()
+
+    def running_phase_sigquit_handler(self, signum=None, frame=None):
+        ChildSignals.on_dead_child()
+
+
+def stop_engine(engine) -> None:
+    """End the engine's processes. SGLang's own shutdown would kill every child of this process, whoever started it."""
+    atexit.unregister(engine.shutdown)
+    if engine.tokenizer_manager is not None and engine.tokenizer_manager._subprocess_watchdog is not None:
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+    if engine.send_to_rpc is not None:
+        engine.send_to_rpc.close(linger=0)
+    kill_children(set(engine.get_all_child_pids()))
+
+
+def kill_children(pids: set[int] | None = None) -> None:
+    """End the children of this process (all, or these) and theirs, and wait until they are gone."""
+    import psutil
+
+    chosen = [child for child in psutil.Process().children() if pids is None or child.pid in pids]
+    children = [process for child in chosen for process in (child, *child.children(recursive=True))]
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(signal.SIGKILL)
+    psutil.wait_procs(children, timeout=30)
+
+
+def parse_engine_arguments(text: str | None) -> dict:
+    """`--engine-args '{"mem_fraction_static": 0.8}'` as a dict."""
+    if not text:
+        return {}
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise UserError(f"--engine-args {text!r}: expected a JSON object such as {{\"mem_fraction_static\": 0.8}}")
+    return arguments

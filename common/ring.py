@@ -1,0 +1,73 @@
+"""Bounded host memory between the engine and the disk: regions of one pinned arena.
+
+The tap (common/tap.py) takes a region for the rows of a forward pass, the device copies into it, a writer thread
+writes it and gives it back. The arena never grows: when it is full, `allocate` waits, which holds the engine's next
+forward pass back until the disk has caught up. The time spent waiting is counted, because it tells the person that the
+disk is the limit.
+"""
+
+import threading
+import time
+
+import torch
+
+ALIGNMENT = 4096  # bytes; a page, so that regions never share one
+
+
+class Ring:
+    """First-fit regions in one host buffer of `capacity` bytes. Thread-safe."""
+
+    def __init__(self, capacity: int, pin: bool):
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+        self.buffer = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=pin)
+        self.taken: dict[int, int] = {}  # start -> end, in bytes
+        self.changed = threading.Condition()
+        self.closed = False
+        self.stalled_seconds = 0.0
+        self.stalls = 0
+        self.peak_bytes = 0
+
+    def allocate(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """A region of at least `nbytes` as (its start, a uint8 view of exactly `nbytes`); waits while none is free.
+
+        Returns None once the ring is closed. Raises ValueError for a region larger than the whole arena.
+        """
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if size > self.capacity:
+            raise ValueError(f"a region of {nbytes} bytes does not fit a ring of {self.capacity} bytes")
+        with self.changed:
+            start = self._gap(size)
+            if start is None:
+                waiting_since = time.monotonic()
+                self.stalls += 1
+                while start is None and not self.closed:
+                    self.changed.wait()
+                    start = self._gap(size)
+                self.stalled_seconds += time.monotonic() - waiting_since
+            if self.closed:
+                return None
+            self.taken[start] = start + size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes())
+        return start, self.buffer[start : start + nbytes]
+
+    def release(self, start: int) -> None:
+        with self.changed:
+            del self.taken[start]
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Wake whoever waits; nothing can be allocated any more."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def used_bytes(self) -> int:
+        return sum(end - start for start, end in self.taken.items())
+
+    def _gap(self, size: int) -> int | None:
+        previous_end = 0
+        for start in sorted(self.taken):
+            if start - previous_end >= size:
+                return previous_end
+            previous_end = self.taken[start]
+        return previous_end if self.capacity - previous_end >= size else None

@@ -1,0 +1,518 @@
+"""The tap: code that runs inside SGLang's scheduler processes and brings hidden states from the model to the disk.
+
+    decoder layer -> forward hook -> region of the ring (common/ring.py) -> writer thread -> shard (shard_writing.py)
+                                                                                  |
+                                            a record of a few hundred bytes to the committing process (capture.py)
+
+`run_scheduler` is what the engine (common/engine.py) starts as its scheduler process; it adds three methods to the
+scheduler, called on every tensor-parallel rank through `Engine.collective_rpc`: `tap_begin`, `tap_flush`, `tap_end`.
+Between begin and end the forward hooks copy the rows of requests whose rid starts with RID. Hidden states are complete
+on every rank, so rank r writes the samples with `index % tp == r`. A hook never waits for the device: copies run on a
+side stream, and only a full ring makes it wait (for the disk).
+
+Nothing is written unproven. The first batch is compared with SGLang's own EAGLE-3 capture (common/proof.py). For every
+sample, the token ids that the engine computed must be the sample's own, all states must be finite, and the token that
+follows from the stored last state goes to the committing process, which compares it with the engine's answer.
+"""
+
+import os
+import queue
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+
+import torch
+
+from common.proof import FirstBatchProof, ProofFailed
+from common.ring import Ring
+from common.shard_writing import join_run, write_sample
+
+RID = "capture-"  # rid of a captured request: capture-{index}-{tokens}
+LAST_MESSAGE_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+model = None  # the SGLang model of this process
+tap = None  # the Tap between tap_begin and tap_end
+
+
+# ---- what the engine calls -----------------------------------------------------------------------------------------
+
+
+def run_scheduler(server_args, *args, **kwargs):
+    """The scheduler process: SGLang's own, deaf to Ctrl-C, and with the tap in it."""
+    import signal
+
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets samples in flight finish
+    initialise = ModelRunner.init_aux_hidden_state_capture
+
+    def remember_model(runner):
+        global model
+        initialise(runner)
+        model = runner.model
+
+    ModelRunner.init_aux_hidden_state_capture = remember_model
+    Scheduler.tap_begin = lambda scheduler, **settings: begin(settings)
+    Scheduler.tap_flush = lambda scheduler: tap.flush()
+    Scheduler.tap_end = lambda scheduler: end()
+    if server_args.device == "cpu":
+        use_absorbed_attention()
+    return run_scheduler_process(server_args, *args, **kwargs)
+
+
+def run_detokenizer(server_args, *args, **kwargs):
+    """The detokenizer process, deaf to Ctrl-C like the scheduler."""
+    import signal
+
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return run_detokenizer_process(server_args, *args, **kwargs)
+
+
+def use_absorbed_attention():
+    """Multi-head latent attention on the CPU: the default path of 0.5.14 reads a cache it never wrote and is wrong."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+
+
+def begin(settings: dict):
+    from sglang.srt.runtime_context import get_parallel
+
+    global tap
+    if tap is not None:
+        end()
+    tap = Tap(model, settings, rank=get_parallel().tp_rank, ranks=get_parallel().tp_size)
+
+
+def end():
+    global tap
+    ending, tap = tap, None
+    if ending is not None:
+        ending.close()
+
+
+def layer_hook(config: dict):
+    """Hook factory for `layers[i]`, the output of which is the stored tensor number `config["slot"]`."""
+    slot = config["slot"]
+
+    def hook(module, args, output):
+        if tap is not None and tap.wants(args[2]):
+            tap.layer_done(slot, args[2], output)
+
+    return hook
+
+
+def logits_hook(config: dict):
+    """Hook factory for the logits processor, which runs after all layers."""
+
+    def hook(module, args, output):
+        if tap is not None and tap.wants(args[3]):
+            tap.forward_done(module, args)
+
+    return hook
+
+
+# ---- rows of a forward pass ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Region:
+    """A piece of the ring that holds `rows` rows of all stored tensors, their token ids and their largest values."""
+
+    start: int
+    states: torch.Tensor  # [P + 1, rows, H]
+    ids: torch.Tensor  # [rows] int64, the ids that the engine computed at these rows
+    largest: torch.Tensor  # [P + 1, rows] float32, largest magnitude of the row: finite exactly when the row is
+    users: int  # samples not yet written
+
+
+@dataclass
+class Piece:
+    """The rows of one request in one forward pass."""
+
+    index: int  # of the sample
+    batch_start: int  # first row in the batch
+    rows: int
+    prefix: int  # position of the first row in the sample
+    tokens: int  # length of the sample
+    request: int  # number of the request in the batch
+    region: Region | None = None
+    region_start: int = 0
+
+    def completes(self) -> bool:
+        return self.prefix + self.rows == self.tokens
+
+
+@dataclass
+class Finished:
+    """A sample whose rows are all in host memory once `event` has happened."""
+
+    index: int
+    region: Region
+    start: int
+    tokens: int
+    own: torch.Tensor  # [3] float64: best token, second best token, logit gap between them
+    event: "torch.cuda.Event | None"
+
+
+class Tap:
+    """Capture of one session on one rank: hooks fill the ring, writer threads empty it.
+
+    settings: address and authkey of the committing process; out, layout, rows_per_block; points, names (of the stored
+    tensors); hidden_size; dtype; ring_bytes; writers (threads).
+    """
+
+    def __init__(self, model, settings: dict, rank: int, ranks: int):
+        self.settings, self.rank, self.ranks = settings, rank, ranks
+        self.model = model
+        self.dtype = DTYPES[settings["dtype"]]
+        self.names = settings["names"]
+        self.device = next(model.parameters()).device
+        self.on_gpu = self.device.type == "cuda"
+        self.copy_stream = torch.cuda.Stream() if self.on_gpu else None
+        self.ring = Ring(settings["ring_bytes"], pin=self.on_gpu)
+        self.samples: dict[int, dict] = {}  # index -> what the committing process says of it
+        self.samples_changed = threading.Condition()
+        self.partial: dict[int, Region] = {}  # samples of which some rows are in the ring
+        self.jobs: queue.Queue[Finished | None] = queue.Queue()
+        self.in_flight: list[tuple] = []  # (event, device tensors that a copy still reads)
+        self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
+        self.failed: str | None = None
+        self.proof = FirstBatchProof(model, settings["points"], self.names, ranks, sum_over_ranks)
+        self.busy_seconds = 0.0
+
+        self.run_lock = join_run(settings["out"])
+        self.connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
+        self.sending = threading.Lock()
+        self.send("hello", rank=rank)
+        self.threads = [threading.Thread(target=self.receive, daemon=True, name="tap-receive")]
+        self.threads += [threading.Thread(target=self.write, daemon=True) for _ in range(settings["writers"])]
+        for thread in self.threads:
+            thread.start()
+
+    # -- hooks, on the scheduler's thread --
+
+    def wants(self, forward_batch) -> bool:
+        """Whether a forward pass carries rows to capture: prompts, not decoding steps, verification or idling."""
+        return (
+            self.failed is None
+            and forward_batch.rids is not None
+            and forward_batch.forward_mode.is_extend_without_speculative()
+            and any(rid.startswith(RID) for rid in forward_batch.rids)
+        )
+
+    def layer_done(self, slot: int, forward_batch, output):
+        """One captured layer has run: take its residual stream, [T, H], and copy this rank's rows to the ring."""
+        with self.failures_reported():
+            hidden, residual = residual_stream(output)
+            if self.proof.pending:
+                self.proof.seen(slot, hidden, residual)
+            if slot == 0:
+                self.begin_batch(forward_batch)
+            elif self.batch is None:
+                raise RuntimeError(f"the hook of {self.names[slot]} ran before that of {self.names[0]}")
+            if slot == len(self.names) - 1:
+                self.last_rows = self.rows_that_end_samples(hidden, residual, self.last_positions)
+            self.copy_rows(slot, hidden, residual)
+
+    def begin_batch(self, forward_batch):
+        """Work out which rows belong to which sample, and take regions of the ring for those that this rank writes."""
+        pieces, start = [], 0
+        lengths, prefixes = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        for request, (rid, rows, prefix) in enumerate(zip(forward_batch.rids, lengths, prefixes, strict=True)):
+            if rid.startswith(RID):
+                index, tokens = map(int, rid[len(RID) :].split("-"))
+                pieces.append(Piece(index, start, int(rows), int(prefix), tokens, request))
+            start += int(rows)
+        # Every rank needs the logits of every ending sample, because the head is split over ranks.
+        self.ending = [piece for piece in pieces if piece.completes()]
+        self.last_positions = [piece.batch_start + piece.rows - 1 for piece in self.ending]
+        self.batch = [piece for piece in pieces if piece.index % self.ranks == self.rank]
+        self.sources, self.runs = [], []
+
+        whole = [piece for piece in self.batch if piece.rows == piece.tokens]
+        if whole:
+            region = self.take_region(sum(piece.rows for piece in whole), users=len(whole))
+            row = 0
+            for piece in whole:
+                piece.region, piece.region_start = region, row
+                row += piece.rows
+            self.runs.append((consecutive_rows(whole), region, 0))
+        for piece in self.batch:
+            if piece.rows == piece.tokens:
+                continue
+            if piece.prefix == 0:
+                self.partial[piece.index] = self.take_region(piece.tokens, users=1)
+            if piece.index not in self.partial:
+                raise RuntimeError(f"sample {piece.index}: rows from {piece.prefix} on arrived without those before")
+            piece.region = self.partial[piece.index]
+            self.runs.append(([(piece.batch_start, piece.rows)], piece.region, piece.prefix))
+        for rows, region, region_start in self.runs:
+            self.copy(self.gather(forward_batch.input_ids, rows), region.ids, region_start)
+
+    def take_region(self, rows: int, users: int) -> Region | None:
+        slots, hidden = len(self.names), self.settings["hidden_size"]
+        state_bytes = slots * rows * hidden * self.dtype.itemsize
+        ids_at = -(-state_bytes // 8) * 8
+        largest_at = ids_at + rows * 8
+        taken = self.ring.allocate(largest_at + slots * rows * 4)
+        if taken is None:
+            raise RuntimeError("the ring was closed while the engine was running")
+        start, memory = taken
+        return Region(
+            start,
+            memory[:state_bytes].view(self.dtype).view(slots, rows, hidden),
+            memory[ids_at:largest_at].view(torch.int64),
+            memory[largest_at:].view(torch.float32).view(slots, rows),
+            users,
+        )
+
+    def copy_rows(self, slot: int, hidden, residual):
+        for rows, region, region_start in self.runs:
+            state = self.gather(hidden, rows)  # [rows, H]
+            if residual is not None:
+                state = state + self.gather(residual, rows)
+            state = state.to(self.dtype)
+            largest = torch.linalg.vector_norm(state, ord=float("inf"), dim=-1).float()  # [rows]
+            self.copy(state, region.states[slot], region_start)
+            self.copy(largest, region.largest[slot], region_start)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, first: int):
+        """Copy rows to the ring: on the side stream where there is a device, at once on the CPU."""
+        target = target[first : first + len(source)]
+        if not self.on_gpu:
+            target.copy_(source)
+            return
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copy_stream):
+            target.copy_(source, non_blocking=True)
+        self.sources.append(source)  # must outlive the copy
+
+    @staticmethod
+    def gather(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
+        """Runs of consecutive rows as one tensor; a single run stays a view."""
+        parts = [tensor[start : start + count] for start, count in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @staticmethod
+    def rows_that_end_samples(hidden, residual, positions: list[int]) -> torch.Tensor | None:
+        """The last state of each sample that ends in this batch, [B, H], as it is stored."""
+        if not positions:
+            return None
+        where = torch.tensor(positions, device=hidden.device)
+        return hidden[where] if residual is None else hidden[where] + residual[where]
+
+    def forward_done(self, logits_processor, args):
+        """All layers have run: prove the first batch, compute own tokens, hand complete samples to the writers."""
+        with self.failures_reported():
+            if self.batch is None:
+                raise RuntimeError("no layer hook ran in this forward pass; the layers' names do not match the model")
+            post_norm, lm_head = args[1], args[2]
+            if self.proof.pending:
+                aux = args[4] if len(args) > 4 else None
+                if result := self.proof.check(aux, post_norm):
+                    self.send("proof", rank=self.rank, **result)
+            own = None
+            if self.ending:
+                own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))  # [B, 3]
+            host_own = torch.empty(len(self.ending), 3, dtype=torch.float64, pin_memory=self.on_gpu)
+            if own is not None:
+                self.copy(own, host_own, 0)
+            event = None
+            if self.on_gpu:
+                event = torch.cuda.Event()
+                event.record(self.copy_stream)
+                self.in_flight = [item for item in self.in_flight if not item[0].query()]
+                self.in_flight.append((event, self.sources))
+            for number, piece in enumerate(self.ending):
+                if piece.index % self.ranks != self.rank:
+                    continue
+                self.partial.pop(piece.index, None)
+                start = piece.region_start
+                self.jobs.put(Finished(piece.index, piece.region, start, piece.tokens, host_own[number], event))
+            self.batch = None
+
+    def failures_reported(self):
+        return _Reported(self)
+
+    # -- writer threads --
+
+    def write(self):
+        while (job := self.jobs.get()) is not None:
+            try:
+                if self.failed is None:
+                    began = time.monotonic()
+                    self.write_one(job)
+                    self.busy_seconds += time.monotonic() - began
+            except BaseException as error:  # noqa: B036 (a writer must never die in silence)
+                self.fail(error)
+            finally:
+                self.release(job.region)
+                self.jobs.task_done()
+        self.jobs.task_done()
+
+    def write_one(self, job: Finished):
+        sample = self.sample(job.index)
+        if job.event is not None:
+            job.event.synchronize()
+        rows = slice(job.start, job.start + job.tokens)
+        ids = job.region.ids[rows]  # [L]
+        if not torch.equal(ids, torch.from_numpy(sample["input_ids"])):
+            raise ProofFailed(
+                f"sample {job.index}: the engine computed these rows for other token ids than the sample's own; "
+                f"likely cause: rows of two samples were swapped"
+            )
+        if problem := not_finite(job.region.largest[:, rows], job.region.states[:, rows], self.names):
+            self.send("set_aside", index=job.index, reason=problem, **self.figures())
+            return
+        states = [state[rows] for state in job.region.states.unbind(0)]  # P + 1 times [L, H]
+        settings = self.settings
+        written = write_sample(
+            settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"], settings["rows_per_block"]
+        )
+        best, second, gap = job.own.tolist()
+        own = {"token": int(best), "second": int(second), "gap": gap}
+        self.send("written", index=job.index, bytes=written.bytes, xxh3=written.xxh3, own=own, **self.figures())
+
+    def release(self, region: Region):
+        with self.sending:
+            region.users -= 1
+            last = region.users == 0
+        if last:
+            self.ring.release(region.start)
+
+    def figures(self) -> dict:
+        ring = self.ring
+        return {"rank": self.rank, "stalled_seconds": ring.stalled_seconds, "ring_peak_bytes": ring.peak_bytes}
+
+    # -- the committing process --
+
+    def receive(self):
+        """Take descriptions of samples: {index, input_ids [L] int64, loss_mask [L] int64}."""
+        try:
+            while True:
+                sample = self.connection.recv()
+                with self.samples_changed:
+                    self.samples[sample["index"]] = sample
+                    self.samples_changed.notify_all()
+        except (EOFError, OSError):
+            pass
+
+    def sample(self, index: int) -> dict:
+        with self.samples_changed:
+            if not self.samples_changed.wait_for(lambda: index in self.samples, LAST_MESSAGE_SECONDS):
+                raise RuntimeError(f"sample {index} was computed but never described to rank {self.rank}")
+            return self.samples.pop(index)
+
+    def send(self, kind: str, **content):
+        with self.sending:
+            self.connection.send((kind, content))
+
+    def fail(self, error: BaseException):
+        """Stop capturing and tell the committing process; the engine itself goes on, so that it can be shut down."""
+        if self.failed is not None:
+            return
+        self.failed = f"{type(error).__name__}: {error}"
+        traceback.print_exception(error)
+        known = isinstance(error, ProofFailed) or type(error).__module__ == "common.errors"
+        known = known or type(error).__name__ == "DiskFull"
+        self.ring.close()
+        try:
+            self.send("failed", reason=str(error) if known else self.failed, known=known, rank=self.rank)
+        except OSError:
+            pass
+
+    def flush(self):
+        """Wait until every complete sample has been written."""
+        self.jobs.join()
+
+    def close(self):
+        self.flush()
+        for _ in range(self.settings["writers"]):
+            self.jobs.put(None)
+        self.ring.close()
+        self.proof.stop()
+        self.send("bye", **self.figures())
+        self.connection.close()
+        os.close(self.run_lock)
+
+
+class _Reported:
+    """Context: an exception in a hook is reported to the committing process instead of killing the engine."""
+
+    def __init__(self, owner: Tap):
+        self.owner = owner
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is not None and isinstance(error, Exception):
+            self.owner.fail(error)
+            return True
+        return False
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def residual_stream(output):
+    """(hidden states, residual or None) of a decoder layer's output; their sum is the residual stream [T, H]."""
+    if torch.is_tensor(output):
+        return output, None
+    hidden, residual = output[0], output[1] if len(output) > 1 else None
+    if not torch.is_tensor(hidden) or not (residual is None or torch.is_tensor(residual)):
+        kinds = [type(item).__name__ for item in output]
+        raise RuntimeError(f"a decoder layer returned {kinds}; expected hidden states and residual")
+    return hidden, residual
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over the tensor-parallel ranks; every rank must call it."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+    return tensor_model_parallel_all_reduce(tensor.clone())
+
+
+def consecutive_rows(pieces: list[Piece]) -> list[tuple[int, int]]:
+    """(first row, number of rows) of the pieces in the batch, neighbours merged."""
+    runs: list[list[int]] = []
+    for piece in pieces:
+        if runs and runs[-1][0] + runs[-1][1] == piece.batch_start:
+            runs[-1][1] += piece.rows
+        else:
+            runs.append([piece.batch_start, piece.rows])
+    return [(start, count) for start, count in runs]
+
+
+def own_tokens(logits_processor, lm_head, normed: torch.Tensor) -> torch.Tensor:
+    """Best token, second best token and their logit gap, [B, 3] float64, from normed last states [B, H].
+
+    Runs the model's own head on every rank, without writing to the buffer that the engine samples from.
+    """
+    from sglang.srt.distributed import tensor_model_parallel_all_gather
+
+    logits = logits_processor._compute_lm_head(normed, lm_head)
+    if logits_processor.do_tensor_parallel_all_gather:
+        logits = tensor_model_parallel_all_gather(logits)
+    logits = logits[:, : logits_processor.config.vocab_size].float()
+    values, tokens = logits.topk(2, dim=-1)
+    gap = (values[:, 0] - values[:, 1]).double()
+    return torch.stack([tokens[:, 0].double(), tokens[:, 1].double(), gap], dim=-1)
+
+
+def not_finite(largest: torch.Tensor, states: torch.Tensor, names: list[str]) -> str | None:
+    """Where a sample has NaN or Inf, in words; `largest` [P + 1, L] is finite exactly where all of a row is."""
+    bad = ~largest.isfinite()
+    if not bad.any():
+        return None
+    slot, row = bad.nonzero()[0].tolist()
+    kind = "NaN" if states[slot, row].isnan().any() else "Inf"
+    return f"{kind} at {names[slot]}, row {row}"
