@@ -70,6 +70,8 @@ def load_tokenizer(model: str, trust_remote_code: bool = False, revision: str | 
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not trust_remote_code and "custom code" in str(error):
+            reason = "it brings its own code; look at it, then pass --trust-remote-code"
         raise UserError(f"{model}: its tokenizer cannot be loaded: {reason}") from error
     if chat_template is not None:
         try:
