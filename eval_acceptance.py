@@ -1,0 +1,284 @@
+"""How much of what a drafter says the target accepts: offline from captured states, in SGLang's engine, and whether
+the two agree.
+
+    python eval_acceptance.py --drafter drafter/ --data states/                  # offline: no SGLang, a laptop does
+    python eval_acceptance.py --drafter drafter/ --model M --prompts mt_bench.jsonl gsm8k.jsonl    # in SGLang, on a GPU
+    python eval_acceptance.py --drafter drafter/ --model M --prompts gsm8k.jsonl --check-parity    # do they agree? GPU
+    python eval_acceptance.py --diagnose states/ --model M                       # what do these states really hold?
+
+Writes report.json (everything), acceptance.png and acceptance.md into --output and prints the tables. The figures and
+their estimators are defined in common/acceptance.py. Exit status: 0, 1 when --check-parity or --diagnose found
+something wrong, 2 for bad input. A YAML file as first argument holds the same names (section `eval`).
+"""
+
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import arguments as command_line
+from common import errors, report
+from common.errors import UserError
+from common.progress import Progress
+
+
+@dataclass
+class Arguments:
+    # What is evaluated.
+    drafter: list[str] | None = field(
+        default=None, metadata={"help": "drafter folders (SGLang or speculators format); several are compared"}
+    )
+    data: list[str] | None = field(default=None, metadata={"help": "shard folders: evaluate offline from these states"})
+    prompts: list[str] | None = field(
+        default=None, metadata={"help": "JSON-lines files with `turns` or `messages`: evaluate in SGLang's engine"}
+    )
+    diagnose: str | None = field(default=None, metadata={"help": "shard folder: say what its states really are"})
+    model: str | None = field(
+        default=None, metadata={"help": "target model folder (default: the one that dataset.json of --data names)"}
+    )
+    capture_points: list[int] | None = field(
+        default=None, metadata={"help": "layers the drafter reads, where its own config.json is wrong or silent"}
+    )
+    output: str = field(default="acceptance", metadata={"help": "folder for the report (default: acceptance)"})
+
+    # How it drafts: several values are swept.
+    num_steps: list[int] = field(default_factory=lambda: [3], metadata={"help": "drafted tokens a cycle (default 3)"})
+    topk: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "branches a node; above 1: a draft tree (default 1)"}
+    )
+    draft_tokens: list[int] | None = field(
+        default=None,
+        metadata={"aliases": ["--tree-tokens"], "help": "tokens verified a cycle (default: steps + 1, or 8 x topk)"},
+    )
+    temperature: float = field(
+        default=0.0, metadata={"help": "sampling temperature; above 0 offline adds the expected acceptance (default 0)"}
+    )
+
+    # Offline.
+    split: str = field(
+        default="held-out", metadata={"help": "samples to use", "choices": ["held-out", "train", "all"]}
+    )
+    eval_fraction: float | None = field(
+        default=None, metadata={"help": "held-out share, 0-1 (default: what the drafter was trained with, else 0.05)"}
+    )
+    max_samples: int | None = field(default=None, metadata={"help": "evaluate at most this many samples or prompts"})
+    device: str | None = field(default=None, metadata={"help": "cpu or cuda (default: cuda where there is one)"})
+    verify: bool = field(default=False, metadata={"help": "check the checksum of every sample that is read"})
+    bootstrap: int = field(default=1000, metadata={"help": "resamples for the 95% intervals; 0: none (default 1000)"})
+    seed: int = field(default=0, metadata={"help": "seed of the bootstrap and of the engine (default 0)"})
+
+    # In the engine.
+    batch_sizes: list[int] = field(
+        default_factory=lambda: [1, 8, 16], metadata={"help": "requests at once, one measurement each (default 1 8 16)"}
+    )
+    max_new_tokens: int = field(default=512, metadata={"help": "longest reply, tokens (default 512)"})
+    tp: int = field(default=1, metadata={"help": "GPUs the target is split over (default 1)"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run the model folder's own Python code"})
+    engine_args: str | None = field(default=None, metadata={"help": "further sglang.ServerArgs as a JSON object"})
+    check_parity: bool = field(
+        default=False, metadata={"help": "score the engine's own replies offline too; fail when tau differs by over 3%"}
+    )
+
+    # Doctor.
+    reference: str = field(
+        default="sglang",
+        metadata={"help": "what computes the states to compare with", "choices": ["sglang", "transformers"]},
+    )
+
+
+def main() -> int:
+    arguments = command_line.parse(Arguments, "eval", description=__doc__)
+    if arguments.diagnose:
+        from common.doctor_run import diagnose
+
+        return diagnose(arguments)
+    if not arguments.drafter:
+        raise UserError("nothing to evaluate: give --drafter (or --diagnose)")
+    if not arguments.data and not arguments.prompts:
+        raise UserError("give --data (shards, offline) or --prompts (JSON lines, in the engine), or both")
+    if arguments.check_parity and not arguments.prompts:
+        raise UserError("--check-parity needs --prompts: it scores the engine's replies in both modes")
+    report_path = Path(arguments.output) / "report.json"
+    content = {"versions": report.versions(), "arguments": command_line.as_dict(arguments)}
+    report.save_json(report_path, content)  # a folder that cannot be written is found before the work
+    status = 0
+    if arguments.data:
+        content.update(offline(arguments))
+    if arguments.prompts:
+        from common.engine_eval import in_engine
+
+        found, status = in_engine(arguments, settings_of(arguments))
+        content.update(found)
+    report.save_json(report_path, content)
+    show(arguments, content)
+    return status
+
+
+def settings_of(arguments: Arguments) -> list:
+    """The swept combinations, as `offline_eval.Setting`; raises UserError for one that SGLang would not run."""
+    from common.draft_tree import check_tree_arguments
+    from common.offline_eval import Setting
+
+    if arguments.temperature < 0:
+        raise UserError(f"--temperature {arguments.temperature}: expected 0 or more")
+    settings = []
+    for steps, topk in itertools.product(arguments.num_steps, arguments.topk):
+        if steps < 1 or topk < 1:
+            raise UserError(f"--num-steps {steps} --topk {topk}: both must be at least 1")
+        most = topk + (steps - 1) * topk**2 + 1
+        for tokens in arguments.draft_tokens or [steps + 1 if topk == 1 else min(8 * topk, most)]:
+            check_tree_arguments(steps, topk, tokens)
+            settings.append(Setting(steps, topk, tokens, arguments.temperature))
+    return settings
+
+
+def name_of(drafter: str, setting, several: bool) -> str:
+    """What tables and pictures call a result."""
+    name = Path(drafter).name or drafter
+    return f"{name} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}" if several else name
+
+
+# ---- offline ---------------------------------------------------------------------------------------------------------
+
+
+def offline(arguments: Arguments) -> dict:
+    """Evaluate every drafter at every setting from the states in --data: {"data": ..., "offline": [...]}."""
+    import torch
+
+    from common.export import load_drafter
+    from common.offline_eval import check_fit, evaluate, evaluation_target
+    from common.shards import ShardReader
+    from common.target import load_target_parts
+
+    settings = settings_of(arguments)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    reader = ShardReader(arguments.data)
+    model = arguments.model or reader.info.get("model")
+    if model is None:
+        raise UserError(f"{arguments.data[0]}: no dataset.json names the target model; give --model")
+    target = load_target_parts(model)
+    fraction = held_out_fraction(arguments)
+    records = choose(arguments, reader.records, fraction)
+    points = tuple(arguments.capture_points) if arguments.capture_points else None
+    sample = reader.load(records[0])
+    drafters = []
+    for path in arguments.drafter:  # all are checked before the first is evaluated
+        drafter, _ = load_drafter(path, target.config, points)
+        check_fit(drafter.config, reader.info, target, sample, path, arguments.data[0])
+        drafters.append(drafter)
+
+    target = evaluation_target(target, device)
+    results, notes = [], []
+    several = len(settings) > 1
+    total = len(records) * len(drafters) * len(settings)
+    with Progress("evaluate", total, heartbeat=Path(arguments.output) / "heartbeat.json") as progress:
+        done = 0
+        for path, drafter in zip(arguments.drafter, drafters, strict=True):
+            too_long = sum(record.tokens > drafter.config.max_position_embeddings for record in records)
+            if too_long:
+                notes.append(
+                    f"{path}: {too_long} of {len(records)} samples are longer than its max_position_embeddings "
+                    f"{drafter.config.max_position_embeddings}; served replies of that length may collapse"
+                )
+                progress.note("warning: " + notes[-1])
+            drafter.set_embedding(target.embed_tokens[: drafter.config.vocab_size])
+            drafter = drafter.to(device)
+            if device != "cpu":
+                drafter.compute_dtype = torch.bfloat16
+            for setting in settings:
+                name, started = name_of(path, setting, several), time.monotonic()
+                progress.stage(name)
+
+                def tick(samples, counts, name=name, before=done, started=started):
+                    rate = sum(row[5][0] for row in counts.rows) / (time.monotonic() - started)
+                    progress.update(before + samples, drafter=name, positions_per_second=rate)
+
+                counts = evaluate(
+                    drafter, target, lambda record: reader.load(record, arguments.verify), records, setting, tick
+                )
+                done += len(records)
+                progress.stage("intervals")
+                results.append(
+                    {
+                        "name": name,
+                        "drafter": path,
+                        "setting": vars(setting).copy(),
+                        "summary": counts.summary(arguments.bootstrap, arguments.seed),
+                        "breakdown": counts.breakdown(arguments.bootstrap, arguments.seed),
+                    }
+                )
+            drafter.to("cpu")
+        progress.close()
+    data = {
+        "paths": arguments.data, "target": str(model), "split": arguments.split, "eval_fraction": fraction,
+        "samples": len(records), "committed_samples": len(reader.records), "dataset": reader.info, "notes": notes,
+    }  # fmt: skip
+    return {"data": data, "offline": results}
+
+
+def held_out_fraction(arguments: Arguments) -> float:
+    """--eval-fraction, or what the drafters' own training arguments say; they must agree."""
+    if arguments.eval_fraction is not None:
+        return arguments.eval_fraction
+    found = {}
+    for drafter in arguments.drafter:
+        for folder in (Path(drafter), Path(drafter).parent):
+            path = folder / "arguments.json"
+            if path.is_file():
+                saved = json.loads(path.read_text())
+                if "eval_fraction" in saved:
+                    found[str(path)] = float(saved["eval_fraction"])
+                    break
+    if len(set(found.values())) > 1:
+        raise UserError(f"the drafters held out different shares of the data: {found}; give --eval-fraction")
+    return next(iter(found.values()), 0.05)
+
+
+def choose(arguments: Arguments, records: list, fraction: float) -> list:
+    """The records of the split, in order. Raises UserError when there are none."""
+    from common.batches import is_held_out
+
+    if arguments.split != "all":
+        wanted = arguments.split == "held-out"
+        chosen = [record for record in records if is_held_out(record.row_hash, fraction) == wanted]
+    else:
+        chosen = list(records)
+    if not chosen:
+        raise UserError(
+            f"the {arguments.split} split of {', '.join(arguments.data)} is empty ({len(records)} samples, held-out "
+            f"share {fraction}); give --split all or another --eval-fraction"
+        )
+    return chosen[: arguments.max_samples]
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def show(arguments: Arguments, content: dict) -> None:
+    """Tables on the terminal, the picture and the Markdown file."""
+    output, picture = Path(arguments.output), None
+    if content.get("offline"):
+        from common.acceptance_plot import draw
+
+        data = content["data"]
+        report.print_table(
+            f"Offline acceptance, {data['split']} split: {data['samples']} samples of {data['target']}",
+            *report.offline_rows(content["offline"]),
+        )
+        for result in content["offline"]:
+            report.print_table(f"{result['name']}: groups", *report.breakdown_rows(result))
+        picture = output / "acceptance.png"
+        draw(picture, content["offline"], f"Acceptance of drafted tokens, {data['split']} split")
+    if content.get("engine"):
+        report.print_table("In SGLang's engine", *report.engine_rows(content["engine"]))
+    if content.get("parity"):
+        for line in content["parity"]["lines"]:
+            print(line)
+    (output / "acceptance.md").write_text(report.markdown(content, picture.name if picture else None))
+    for path in filter(None, [output / "report.json", picture, output / "acceptance.md"]):
+        print(path)
+
+
+if __name__ == "__main__":
+    errors.run(main)

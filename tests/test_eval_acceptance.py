@@ -1,0 +1,143 @@
+"""eval_acceptance.py as a person runs it, on tiny targets, shards and drafters in their real file formats."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.export import export_speculators
+from tests.acceptance_fixtures import (
+    VOCAB,
+    conversation,
+    copying_drafter,
+    permutation,
+    states_of,
+    target_config,
+    write_drafter,
+    write_shards,
+    write_target,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def evaluate(*arguments, expect=0) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "eval_acceptance.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    successor = permutation()
+    wrong = successor.clone()
+    wrong[torch.tensor([3, 17, 40])] = successor[torch.tensor([17, 40, 3])]
+    target = write_target(folder / "target")
+    samples, labels = [], []
+    for seed in range(8):
+        ids, mask = conversation(successor, [4, 40 + seed, 5, 30], seed)
+        samples.append((ids, mask, states_of(ids, successor)))
+        labels.append(("math" if seed % 2 else "chat", f"{seed % 3}.jsonl"))
+    copying, partly = copying_drafter(successor), copying_drafter(wrong)
+    copying.set_embedding(torch.zeros(VOCAB, VOCAB))
+    export_speculators(folder / "speculators", copying, target_config(), "tiny")
+    return {
+        "folder": folder,
+        "target": target,
+        "states": write_shards(folder / "states", target, samples, labels=labels),
+        "arrow": write_shards(folder / "arrow", target, samples, layout="arrow", labels=labels),
+        "copying": write_drafter(folder / "copying", copying),
+        "partly": write_drafter(folder / "partly", partly),
+        "speculators": folder / "speculators",
+    }
+
+
+def test_two_drafters_side_by_side(files, tmp_path):
+    done = evaluate("--drafter", files["copying"], files["partly"], "--data", files["states"], "--split", "all",
+                    "--output", tmp_path)  # fmt: skip
+    content = json.loads((tmp_path / "report.json").read_text())
+    copying, partly = content["offline"]
+    assert copying["summary"]["cumulative"] == [1, 1, 1] and copying["summary"]["tau"] == 4
+    assert 1 < partly["summary"]["tau"] < 4
+    low, high = partly["summary"]["tau_95"]
+    assert low < partly["summary"]["tau"] < high
+    assert set(partly["breakdown"]["category"]) == {"math", "chat"}
+    assert set(partly["breakdown"]["source"]) == {"0.jsonl", "1.jsonl", "2.jsonl"}
+    assert set(partly["breakdown"]["turn"]) == {"1", "2"}
+    assert content["versions"]["torch"] == torch.__version__.split("+")[0] or content["versions"]["torch"]
+    assert content["arguments"]["split"] == "all" and content["data"]["samples"] == 8
+    picture = (tmp_path / "acceptance.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    text = (tmp_path / "acceptance.md").read_text()
+    assert "| tokens a cycle, walked (tau) | 4.00" in text and "acceptance.png" in text
+    assert "acceptance.png" in done.stdout and "4.00" in done.stdout
+    assert "evaluate" in done.stdout  # a line of progress even when redirected
+
+
+def test_arrow_shards_and_speculators_drafters_give_the_same_figures(files, tmp_path):
+    kinds = [("states", "copying"), ("arrow", "copying"), ("states", "speculators")]
+    summaries = []
+    for number, (data, drafter) in enumerate(kinds):
+        evaluate("--drafter", files[drafter], "--data", files[data], "--split", "all", "--num-steps", 2,
+                 "--output", tmp_path / str(number))  # fmt: skip
+        summaries.append(json.loads((tmp_path / str(number) / "report.json").read_text())["offline"][0]["summary"])
+    assert summaries[0] == summaries[1] == summaries[2]
+
+
+def test_sweep_tree_temperature_and_yaml(files, tmp_path):
+    settings = tmp_path / "eval.yaml"
+    settings.write_text(
+        f"data: {files['states']}\neval:\n  drafter: [{files['partly']}]\n  split: all\n  num_steps: [2, 3]\n"
+        f"  topk: [1, 2]\n  temperature: 0.7\n  bootstrap: 50\n  output: {tmp_path / 'out'}\n"
+    )
+    evaluate(settings, "--data", files["states"])
+    content = json.loads((tmp_path / "out" / "report.json").read_text())
+    names = [result["name"] for result in content["offline"]]
+    assert names == ["partly 2/1/3", "partly 2/2/7", "partly 3/1/4", "partly 3/2/11"]
+    by_name = {result["name"]: result["summary"] for result in content["offline"]}
+    assert by_name["partly 3/2/11"]["tau"] >= by_name["partly 3/1/4"]["tau"]
+    assert 1 < by_name["partly 3/1/4"]["expected_length_min_pq"] < 4
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["--data", "nothing/"], "nothing: expected a directory of shards, found nothing"),
+        (["--drafter", "nothing/"], "nothing: no config.json"),
+        (["--topk", "2", "--draft-tokens", "99"], "--tree-tokens 99 is out of range"),
+        (["--eval-fraction", "0", "--split", "held-out"], "the held-out split of .* is empty"),
+        (["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        (["--capture-points", "2", "4", "5"], r"capture points \[2, 4, 5\] does not fit the shards"),
+        (["--check-parity"], "--check-parity needs --prompts"),
+        (["--output", "/proc/none"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_clear_line(files, tmp_path, changes, message):
+    base = {"--drafter": [files["copying"]], "--data": [files["states"]], "--split": ["all"], "--output": [tmp_path]}
+    extra, key = {}, None
+    for word in changes:
+        if word.startswith("--"):
+            key, extra[word] = word, []
+        else:
+            extra[key].append(word)
+    command = [part for key, values in {**base, **extra}.items() for part in (key, *values)]
+    done = evaluate(*command, expect=2)
+    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+    import re
+
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_shards_whose_last_state_is_post_norm_are_refused(files, tmp_path):
+    ids, mask = conversation(permutation(), [4, 20], 0)
+    shards = write_shards(tmp_path / "s", files["target"], [(ids, mask, states_of(ids, permutation()))],
+                          last_state="post-norm")  # fmt: skip
+    done = evaluate("--drafter", files["copying"], "--data", shards, "--split", "all", "--output", tmp_path, expect=2)
+    assert "norm option" in done.stderr and "post-norm" in done.stderr
