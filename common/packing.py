@@ -66,6 +66,7 @@ class PackedBatch:
     num_tokens: int  # real ones, without padding; likewise below
     num_queries: int
     num_predicted: int
+    num_pairs: int  # (query, step-0 key) pairs that attention computes, for counting operations
 
     @property
     def num_steps(self) -> int:
@@ -142,6 +143,7 @@ def pack_documents(
     batch = _blank(tokens, queries, predicted, num_steps, (len(states) - 1) * states[0].shape[1], states[0], into)
     batch.num_documents, batch.num_tokens = len(documents), num_tokens
     batch.num_queries, batch.num_predicted = num_queries, num_predicted
+    batch.num_pairs = sum(int(rows.sum()) + rows.shape[0] for rows in wanted)
     batch.positions[num_tokens:] = torch.arange(tokens - num_tokens)
     batch.query_starts.fill_(num_tokens if num_tokens < tokens else tokens - documents[-1].input_ids.shape[0])
     steps = torch.arange(num_steps)
@@ -216,4 +218,4 @@ def _blank(
             made[name].zero_()
     made["query_rows"].fill_(tokens - 1)
     made["query_documents"].fill_(-1)
-    return PackedBatch(**made, num_documents=0, num_tokens=0, num_queries=0, num_predicted=0)
+    return PackedBatch(**made, num_documents=0, num_tokens=0, num_queries=0, num_predicted=0, num_pairs=0)
