@@ -11,6 +11,7 @@ replica's parent process has its own and whole blocks of rows (`run.blocks()`) b
     run.put_aside(index, "NaN at point 31, row 17", row_hash)
     run.skip([Skipped(index, "nothing supervised", source), ...])                                   # leader only
     run.note(self_checks={...})                           # into dataset.json under "run"; leader only
+    run.read_logs()                                       # see what the other replicas committed
     run.refresh_lengths()                                 # sample_lengths.json, when a block is complete
     run.finish(); run.close()                             # finish: leader, after the others; close: all
 
@@ -117,7 +118,7 @@ class RunDirectory:
             self._lock()
             self._open_info(json.loads(json.dumps(identity)), layout, rows_per_block)
             self.layout, self.rows_per_block = self.info["layout"], self.info["rows_per_block"]
-            self._read_logs()
+            self.read_logs(mend=leader)
             if leader:
                 self._clean()
                 os.close(self._locks.pop())  # the writers of this run may join now
@@ -189,8 +190,12 @@ class RunDirectory:
     def _write_info(self) -> None:
         write_atomically(self.out / DATASET, json.dumps(self.info, indent=1, ensure_ascii=False).encode() + b"\n")
 
-    def _read_logs(self) -> None:
-        """Fill committed, set_aside and skipped; the leader also mends the logs."""
+    def read_logs(self, mend: bool = False) -> None:
+        """Fill committed, set_aside and skipped from the disk (again, to see what other replicas committed).
+
+        `mend` also drops half and broken lines and samples whose file is missing or of another size; only the leader
+        may, and only while nobody appends.
+        """
         self.committed: dict[int, Record] = {}
         self.set_aside: dict[int, dict[str, Any]] = {}
         for directory in block_directories(self.out):
@@ -201,22 +206,23 @@ class RunDirectory:
                     self.set_aside[index] = entry
                     continue
                 record = record_of(entry, sample_path(self.out, index, self.layout, self.rows_per_block))
-                if self.leader and (problem := file_problem(record, contents=False)):
+                if mend and (problem := file_problem(record, contents=False)):
                     dropped.append(index)
                     self.found.damaged.append(f"{record.path.name}: {problem}")
                 else:
                     self.committed[index] = record
-            self._mend(directory / MANIFEST, log, dropped)
+            if mend:
+                self._mend(directory / MANIFEST, log, dropped)
         log = read_log(self.out / SKIPPED)
         self.skipped = {index: Skipped(index, e["reason"], e.get("source")) for index, e in log.latest().items()}
-        self._mend(self.out / SKIPPED, log, [])
+        if mend:
+            self._mend(self.out / SKIPPED, log, [])
 
     def _mend(self, path: Path, log: LogContents, dropped: list[int]) -> None:
-        if not self.leader or not (dropped or log.half_line or log.broken):
-            return
-        self.found.half_lines += log.half_line > 0
-        self.found.broken_lines += len(log.broken)
-        mend_log(path, dropped)
+        if dropped or log.half_line or log.broken:
+            self.found.half_lines += log.half_line > 0
+            self.found.broken_lines += len(log.broken)
+            mend_log(path, dropped)
 
     def _clean(self) -> None:
         """Remove temporaries, files without a line, and what `finish` derived."""
@@ -336,7 +342,7 @@ class RunDirectory:
 
     def finish(self, **facts: Any) -> None:
         """After the last commit of all replicas, leader only: lengths, Arrow dataset of layout arrow, `note(facts)`."""
-        self._read_logs()
+        self.read_logs(mend=True)
         self.refresh_lengths()
         if self.layout == "arrow" and self.committed:
             try:

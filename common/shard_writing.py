@@ -51,29 +51,47 @@ def cannot_write(path: Path, error: OSError) -> UserError:
 class HashingFile:
     """What `torch.save` writes into: hashes and counts bytes on their way to the descriptor, without a second copy.
 
-    An OSError is kept in `.error` instead of raised, because torch's zip writer aborts the process when its file
-    raises; `write_sample` looks at it afterwards.
+    Small pieces (torch's zip headers) are gathered, because each system call gives the interpreter away and gets it
+    back late in a busy scheduler process; large ones go straight through. An OSError is kept in `.error` instead of
+    raised, because torch's zip writer would hide it behind an error about file positions; `finish` raises it.
     """
 
     def __init__(self, descriptor: int):
         self.descriptor, self.bytes, self.error = descriptor, 0, None
-        self.digest = xxhash.xxh3_128()
+        self.digest, self.gathered = xxhash.xxh3_128(), bytearray()
 
     def write(self, data) -> int:
         view = memoryview(data).cast("B")
-        if self.error is None:
-            try:
-                self.digest.update(view)  # releases the GIL, as os.write does
-                done = 0
-                while done < len(view):
-                    done += os.write(self.descriptor, view[done:])
-            except OSError as error:
-                self.error = error
-        self.bytes += len(view)
+        if len(view) < 1 << 16:
+            self.gathered += view
+        else:
+            self._put(self.gathered)
+            self.gathered = bytearray()
+            self._put(view)
         return len(view)
 
+    def _put(self, data: "bytearray | memoryview") -> None:
+        self.bytes += len(data)
+        if self.error is None:
+            try:
+                self.digest.update(data)  # releases the interpreter lock, as os.write does
+                done = 0
+                while done < len(data):
+                    done += os.write(self.descriptor, memoryview(data)[done:])
+            except OSError as error:
+                self.error = error
+
     def flush(self) -> None:
-        """torch.save calls it; nothing is buffered here."""
+        """torch.save calls it; `finish` does the work."""
+
+    def finish(self) -> Written:
+        """Write what is gathered, make it durable; size and hash. Raises the first OSError of any write."""
+        self._put(self.gathered)
+        self.gathered = bytearray()
+        if self.error:
+            raise self.error
+        os.fsync(self.descriptor)
+        return Written(self.bytes, self.digest.hexdigest())
 
 
 def write_sample(
@@ -120,9 +138,7 @@ def write_sample(
             torch.save({"input_ids": input_ids, "loss_mask": loss_mask, "hidden_states": own}, file)
         else:
             write_safetensors(file, input_ids, loss_mask, states)
-        if file.error:
-            raise file.error
-        os.fsync(descriptor)
+        written = file.finish()
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -132,7 +148,7 @@ def write_sample(
         raise
     finally:
         os.close(descriptor)
-    return Written(file.bytes, file.digest.hexdigest())
+    return written
 
 
 def own_storage(tensor: "torch.Tensor") -> "torch.Tensor":
