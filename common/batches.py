@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from common.packing import count_positions
 WINDOW = 512  # documents that a batch may choose from
 PAIRS = 100  # of these, how many are tried two at a time to fill the last gap
 SLACK = 1.02  # room for query rows and predicted tokens beyond their average share of the tokens
-SCAN_CHUNK = 512  # samples read between two signs of life
+SCAN_CHUNK = 512  # samples whose tokens are held and counted together
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,20 @@ def split(records, fraction: float):
     return training, held_out
 
 
-def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, workers: int = 4, tick=lambda done: None):
+def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, workers: int = 4):
     """Read ids and loss mask of every sample: what it takes of each budget, and how often each token is supervised.
 
     Only the first `max_tokens` tokens of a document count. Returns sizes int64 [N, 3] (tokens, query rows, predicted
-    tokens) and frequencies int64 [vocab_size]. `tick(done)` is called now and then. Raises `UserError` for a file that
-    cannot be read or a token id outside the vocabulary, naming the file.
+    tokens) and frequencies int64 [vocab_size]. Raises `UserError` for a file that cannot be read or a token id outside
+    the vocabulary, naming the file.
     """
+
     def measure(record):
         ids, mask = (tensor[:max_tokens] for tensor in reader.load(record)[:2])
         chosen = ids[mask != 0]
-        if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= vocab_size):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise UserError(
-                f"{record.path}: supervised token ids run from {int(chosen.min())} to {int(chosen.max())}, the target "
+                f"{record.path}: token ids run from {int(ids.min())} to {int(ids.max())}, but the target's vocabulary "
                 f"has {vocab_size}; were these states made by another model?"
             )
         return (len(ids), *count_positions(mask, num_steps)), chosen
@@ -89,7 +91,20 @@ def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, work
             sizes[first : first + len(chunk)] = [size for size, _ in measured]
             supervised = torch.cat([chosen for _, chosen in measured])
             frequencies += torch.bincount(supervised, minlength=vocab_size)
-            tick(first + len(chunk))
+    return sizes, frequencies
+
+
+def scan_once(path: Path, reader, records, num_steps: int, max_tokens: int, vocab_size: int, workers: int = 4):
+    """`scan`, kept in the file `path`, so that a continued run need not open every sample again."""
+    key = [fingerprint(records), num_steps, max_tokens, vocab_size]
+    try:
+        kept = torch.load(path, weights_only=True)
+        if kept["key"] == key:
+            return kept["sizes"].numpy(), kept["frequencies"]
+    except Exception:  # not there, or cut short by a kill: it is made again
+        pass
+    sizes, frequencies = scan(reader, records, num_steps, max_tokens, vocab_size, workers)
+    torch.save({"key": key, "sizes": torch.from_numpy(sizes), "frequencies": frequencies}, path)
     return sizes, frequencies
 
 
@@ -234,5 +249,6 @@ def fingerprint(records) -> str:
     """xxh3-128 over the samples in order: what a resumed run must find unchanged."""
     digest = xxhash.xxh3_128()
     for record in records:
-        digest.update(f"{record.index} {record.row_hash} {record.tokens} {record.supervised} {record.xxh3}\n")
+        line = f"{record.index} {record.row_hash} {record.tokens} {record.supervised} {record.xxh3}\n"
+        digest.update(line.encode())
     return digest.hexdigest()

@@ -65,10 +65,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().to("cpu", copy=True).contiguous()
 
 
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """The drafter's tensors in a checkpoint."""
+    return load_file(path / FILES[0])
+
+
 @torch.no_grad()
 def restore(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put the tensors of a checkpoint into a drafter and its optimizer, sharded or not."""
-    weights = load_file(path / FILES[0])
+    weights = weights_of(path)
     for name, tensor in drafter.state_dict().items():
         tensor.copy_(like(weights[name], tensor))
     moments = load_file(path / FILES[1])

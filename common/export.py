@@ -129,20 +129,21 @@ def llama_fields(config: DrafterConfig) -> dict:
     }
 
 
-def target_points(config: DrafterConfig, target_config: dict) -> CapturePoints:
-    return CapturePoints(config.capture_points, text_config(target_config)["num_hidden_layers"])
+def serving_ids_for(config: DrafterConfig, target_config: dict) -> list[int]:
+    """The layer ids that make SGLang capture the drafter's points on this target; `UserError` for an unknown family."""
+    points = CapturePoints(config.capture_points, text_config(target_config)["num_hidden_layers"])
+    return points.serving_ids((target_config.get("architectures") or ["no architecture in config.json"])[0])
 
 
 def export_sglang(directory: Path, drafter: Drafter, target_config: dict, target_name: str,
                   serving_ids: list[int] | None = None, state: dict | None = None) -> None:
-    """Write `directory`/config.json and model.safetensors, whole or not at all, and read them back.
+    """Write `directory`/config.json and model.safetensors, each whole or not at all, and read them back.
 
-    target_config: the target's config.json.  serving_ids: for a target family that `CapturePoints` does not know.
-    Raises `UserError` for an unknown family, or for weights that are not finite or not of the expected shapes.
+    target_config: the target's config.json.  serving_ids: for a target whose family `CapturePoints` does not know.
+    state: weights by name, in place of the drafter's own (which may be sharded). Raises `UserError` for an unknown
+    family and for weights that are not finite or not as expected.
     """
-    if serving_ids is None:
-        architecture = (target_config.get("architectures") or ["no architecture in config.json"])[0]
-        serving_ids = target_points(drafter.config, target_config).serving_ids(architecture)
+    serving_ids = serving_ids or serving_ids_for(drafter.config, target_config)
     tensors = drafter_tensors(drafter, state)
     check_tensors(tensors, drafter.config, f"export to {directory}")
     write_model(directory, sglang_config(drafter.config, target_config, target_name, serving_ids), tensors)

@@ -7,11 +7,13 @@ whole step and its counts must be known before the first backward pass. A sample
 is named, it is counted, and its place in the batch stays empty.
 """
 
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -50,7 +52,7 @@ class Feed:
 
     num_steps: TTT steps to lay out.  buffers: batches read ahead beyond those of the current step.
     check: verify checksum and finiteness of each sample when this run reads it first.
-    After use, give every `Loaded` back with `release`.
+    After use, give every `Loaded` back with `release` (`Mover` does).
     """
 
     def __init__(self, reader: ShardReader, schedule: Schedule, num_steps: int, start: tuple[int, int] = (0, 0),
@@ -129,24 +131,95 @@ class Feed:
         if self.pinned and buffer is None:
             batch = batch.pin()
         if not documents:
-            batch.num_documents = batch.num_tokens = 0
+            batch.num_documents = batch.num_tokens = batch.num_pairs = 0
         return Loaded(batch, len(documents), set_aside)
 
     def _read(self, record) -> tuple[Sample | None, str | None]:
         """The sample, cut to the length that fits a batch, or what is wrong with it."""
         first_time = self.check and record.path not in self._checked
-        try:
-            sample = self.reader.load(record, verify=first_time)
-        except UserError as error:
-            return None, str(error)
+        sample, problem = read_sample(self.reader, record, first_time)
+        if problem:
+            return None, problem
+        self._checked.add(record.path)
         length = self.schedule.budget.tokens
-        sample = Sample(sample.input_ids[:length], sample.loss_mask[:length], [s[:length] for s in sample.states],
-                        record)
-        if first_time:
-            if problem := not_finite(sample.states):
-                return None, problem
-            self._checked.add(record.path)
-        return sample, None
+        states = [state[:length] for state in sample.states]
+        return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record), None
+
+
+def read_sample(reader: ShardReader, record, check: bool) -> tuple[Sample | None, str | None]:
+    """(sample, None), or (None, what is wrong with it): unreadable, or with `check` also its checksum, NaN and Inf."""
+    try:
+        sample = reader.load(record, verify=check)
+    except UserError as error:
+        return None, str(error)
+    problem = not_finite(sample.states) if check else None
+    return (None, problem) if problem else (sample, None)
+
+
+class SetAside:
+    """Samples that failed their check: named in a file and to the person, once, and counted."""
+
+    def __init__(self, path: Path, note, check: bool = True):
+        self.path, self.note, self.check, self.count = path, note, check, 0
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.named = {json.loads(line)["path"] for line in lines if line.endswith("}")}
+
+    def add(self, problems: list[dict]) -> None:
+        for problem in problems:
+            self.count += 1
+            if problem["path"] not in self.named:
+                self.named.add(problem["path"])
+                with open(self.path, "a") as file:
+                    file.write(json.dumps(problem) + "\n")
+                self.note(f"sample {problem['index']} set aside: {problem['reason']}")
+
+    def without_bad(self, reader: ShardReader, records: list) -> list:
+        """The records whose samples can be read and are finite; the others are set aside."""
+        sound = []
+        for record in records:
+            _, problem = read_sample(reader, record, self.check)
+            if problem:
+                self.add([{"index": record.index, "path": str(record.path), "reason": problem}])
+            else:
+                sound.append(record)
+        return sound
+
+
+class Mover:
+    """Copies batches to the GPU on a queue of its own, while earlier batches are computed; on the CPU it hands them on.
+
+    At most two batches are on the device ahead of the arithmetic: call `computed` after each backward pass.
+    """
+
+    def __init__(self, feed: Feed, device: torch.device):
+        self.feed, self.device = feed, device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._computed: deque = deque()
+
+    def __call__(self, loaded: Loaded) -> PackedBatch:
+        if self.stream is None:
+            return loaded.batch
+        while len(self._computed) >= 2:
+            self._computed.popleft().synchronize()
+        with torch.cuda.stream(self.stream):
+            batch = loaded.batch.to(self.device)
+            copied = torch.cuda.Event()
+            copied.record(self.stream)
+        self.feed.release(loaded, copied)
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(copied)
+        for tensor in batch.tensors().values():
+            tensor.record_stream(compute)
+        return batch
+
+    def computed(self, loaded: Loaded) -> None:
+        """The arithmetic on this batch is in the queue (GPU) or done (CPU)."""
+        if self.stream is None:
+            self.feed.release(loaded)
+        else:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self._computed.append(event)
 
 
 def not_finite(states: list[torch.Tensor]) -> str | None:

@@ -1,0 +1,154 @@
+"""What a training run writes about itself: metrics.jsonl, TensorBoard, Weights & Biases when asked.
+
+train_drafter.py makes one on rank 0. Every figure goes to all places under the same name; lists (one number a TTT
+step) become `name/0`, `name/1`, ... there. A resumed run first drops the lines beyond its checkpoint, so that every
+step is there once.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from common.shard_writing import write_atomically
+
+
+class TrainingLog:
+    """`kind` is "train" or "eval"; figures are numbers or lists of numbers."""
+
+    def __init__(self, out: Path, first_step: int, tensorboard: bool = True, wandb_project: str | None = None,
+                 arguments: dict | None = None):
+        self.path = out / "metrics.jsonl"
+        kept = [line for line in read_metrics(out) if line["step"] <= first_step]
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self.file = open(self.path, "a")
+        self.tensorboard = self.wandb = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
+        if wandb_project:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("--wandb-project needs the wandb package: pip install wandb") from None
+            self.wandb = wandb.init(project=wandb_project, dir=str(out), config=arguments, resume="allow",
+                                    id=out.resolve().name)  # fmt: skip
+
+    def write(self, kind: str, step: int, figures: dict) -> None:
+        self.file.write(json.dumps({"kind": kind, "step": step, **strict(figures)}) + "\n")
+        self.file.flush()
+        flat = {f"{kind}/{name}": value for name, value in flatten(figures)}
+        if self.tensorboard is not None:
+            for name, value in flat.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(flat, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def strict(value):
+    """The value as strict JSON holds it: NaN and infinities become null."""
+    if isinstance(value, dict):
+        return {key: strict(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flatten(figures: dict):
+    """(name, number) pairs; lists and dicts give one pair an element, None gives none."""
+    for name, value in figures.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            yield from flatten({f"{name}/{key}": each for key, each in value.items()})
+        elif isinstance(value, int | float):
+            yield name, value
+
+
+def read_metrics(out: Path) -> list[dict]:
+    """All whole lines of metrics.jsonl; a last line that a killed run left half-written is dropped."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    whole = lines[:-1]  # what follows the last newline was cut short, or is empty
+    try:
+        return [json.loads(line) for line in whole]
+    except ValueError as error:
+        raise UserError(f"{path}: expected one JSON object a line, found {error}; move the file away") from None
+
+
+def step_figures(pending: dict, seconds: float, peak_tflops: float | None, device) -> dict:
+    """The figures of one step, read from the device when it is over.
+
+    pending: step, clock (a `StepClock`), rate, counts (predicted tokens at each TTT step), tokens, samples, flops,
+    set_aside, and sums: loss, entropy sums [K], hits [K], gradient norm, skipped steps, one tensor on the device.
+    seconds: since the figures of the step before.  peak_tflops: of all ranks together, or None.
+    """
+    counts = pending["counts"]
+    loss, *sums, norm, skipped = pending["sums"].tolist()
+    entropy, hits = sums[: len(counts)], sums[len(counts) :]
+    return {
+        "loss": loss,
+        "loss_per_step": [value / max(count, 1) for value, count in zip(entropy, counts, strict=True)],
+        "accuracy_per_step": [value / max(count, 1) for value, count in zip(hits, counts, strict=True)],
+        "gradient_norm": norm,
+        "learning_rate": pending["rate"],
+        "skipped_steps": int(skipped),
+        "set_aside": int(pending["set_aside"]),
+        "tokens": int(pending["tokens"]),
+        "supervised_tokens": int(counts[0]),
+        "samples": int(pending["samples"]),
+        "seconds": seconds,
+        "tokens_per_second": pending["tokens"] / seconds,
+        "supervised_tokens_per_second": counts[0] / seconds,
+        "samples_per_second": pending["samples"] / seconds,
+        "mfu": pending["flops"] / seconds / (peak_tflops * 1e12) if peak_tflops else None,
+        "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        "milliseconds": pending["clock"].milliseconds(),
+    }
+
+
+def step_line(step: int, total: int, figures: dict) -> str:
+    """One line a step, the same figures as metrics.jsonl in short."""
+    milliseconds = figures["milliseconds"]
+    whole = sum(milliseconds.values()) or 1.0
+    parts = [
+        f"step {step:,}/{total:,} ({100 * step / total:.1f}%)",
+        f"loss {figures['loss']:.4f}",
+        "accuracy " + "/".join(f"{100 * value:.0f}" for value in figures["accuracy_per_step"]) + "%",
+        f"grad {figures['gradient_norm']:.3f}",
+        f"lr {figures['learning_rate']:.2e}",
+        f"{figures['tokens_per_second']:,.0f} tok/s",
+        f"{figures['supervised_tokens_per_second']:,.0f} supervised/s",
+        f"{figures['samples_per_second']:,.1f} samples/s",
+    ]
+    parts += [f"MFU {100 * figures['mfu']:.0f}%"] if figures["mfu"] is not None else []
+    parts += [f"{figures['peak_memory_gb']:.1f} GB"] if figures["peak_memory_gb"] is not None else []
+    parts += [", ".join(f"{name} {value:.0f} ms {100 * value / whole:.0f}%" for name, value in milliseconds.items())]
+    parts += [f"skipped steps {figures['skipped_steps']}"] if figures["skipped_steps"] else []
+    parts += [f"set aside {figures['set_aside']}"] if figures["set_aside"] else []
+    return " | ".join(parts)
+
+
+def eval_line(step: int, figures: dict, better: bool) -> str:
+    """The held-out figures in one line."""
+    def percent(values):
+        return "/".join("-" if value is None else f"{100 * value:.1f}" for value in values)
+
+    return (
+        f"held-out at step {step:,}: step-0 accuracy {percent([figures['step0_accuracy']])}%, cumulative "
+        f"{percent(figures['cumulative'])}%, conditional {percent(figures['conditional'])}%, "
+        f"tau {figures['tau']:.3f} walked, {figures['length_per_position']:.3f} per position, "
+        f"{figures['samples']:,} samples{' (best so far)' if better else ''}"
+    )

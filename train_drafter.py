@@ -1,0 +1,420 @@
+"""Train an EAGLE-3 drafter on captured hidden states. SGLang is not needed here.
+
+    python train_drafter.py --data states/ --output drafter/ --max-steps 200 --tokens-per-step 2048
+    python train_drafter.py configs/smollm2-135m.yaml --data states/ --output drafter/
+    torchrun --nproc-per-node 8 train_drafter.py configs/kimi-k2.5.yaml --data states/ --output drafter/
+
+The first command suits a laptop. OUT becomes the drafter in SGLang's format (the best one by held-out acceptance
+length, the last one where nothing is held out), with `final/` (the last weights), `checkpoints/`, `metrics.jsonl`,
+`tensorboard/`, `curves.png`, `arguments.json` and `set_aside.jsonl` beside it. The same command continues a run that
+was stopped, whatever stopped it, from its newest whole checkpoint.
+"""
+
+import json
+import math
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from common import checkpoints, ranks
+from common.arguments import as_dict, parse
+from common.batches import Schedule, fingerprint, scan_once, split
+from common.capture_points import CapturePoints
+from common.drafter import Drafter, DrafterConfig, ttt_loss
+from common.errors import EXIT_INTERRUPTED, UserError, run
+from common.export import export_sglang, export_speculators, load_drafter, serving_ids_for
+from common.feed import Feed, Mover, SetAside
+from common.losses import Teacher
+from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
+from common.plots import draw_curves
+from common.progress import Progress, duration
+from common.shard_writing import write_atomically
+from common.shards import ShardReader
+from common.step_profile import StepClock, peak_tflops
+from common.target import TargetParts, load_target_parts, text_config
+from common.train_step import GraphedStep, clipped_step, useful_flops
+from common.training_log import TrainingLog, eval_line, read_metrics, step_figures, step_line
+from common.vocab import build_draft_vocab, target_ids
+
+
+def option(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class TrainArguments:
+    # What goes in and what comes out.
+    data: list[str] = field(metadata={"help": "Directories of shards that extract.py wrote."})
+    output: str = field(metadata={"help": "Directory of the run and of the drafter; a run found there is continued."})
+    model: str | None = option(None, "Target checkpoint, a local directory. Default: the one that the shards name.")
+    init_from: str | None = option(None, "Drafter to start from (SGLang or speculators format); its vocabulary stays.")
+    export: str = option("sglang", "Formats of the drafter: 'sglang', or 'speculators' for both (in OUT/speculators).")
+    serving_ids: list[int] | None = option(None, "Layer ids for SGLang, for a target family whose rule is not known.")
+    # The drafter; each size defaults to the target's.
+    draft_vocab_size: int = option(32000, "Tokens that the drafter can name (most frequent supervised ones); 0: all.")
+    num_attention_heads: int | None = option(None, "Query heads of the drafter's layer.")
+    num_key_value_heads: int | None = option(None, "Key/value heads of the drafter's layer.")
+    head_dim: int | None = option(None, "Width of a head.")
+    intermediate_size: int | None = option(None, "Width of the feed-forward part.")
+    max_position_embeddings: int | None = option(None, "Longest context that the drafter is served with, in tokens.")
+    fc_norm: bool = option(False, "Norm each capture point before they are joined.")
+    norm_output: bool = option(False, "Feed the normed state back to the next step.")
+    # Training.
+    ttt_steps: int = option(7, "Steps of training-time test, the drafted tokens that training rehearses.")
+    step_decay: float = option(0.8, "Loss weight of TTT step k is this to the power k.")
+    tokens_per_step: int = option(65536, "Tokens of one optimizer step, over all ranks and accumulation steps.")
+    tokens_per_batch: int = option(0, "Tokens that one rank computes at a time (memory); 0: tokens_per_step / ranks.")
+    long_documents: str = option("trim", "A document longer than tokens_per_batch: 'trim', 'skip' or 'refuse'.")
+    epochs: float = option(1.0, "Passes over the training samples, fractions included.")
+    max_steps: int = option(0, "Stop after so many optimizer steps; above 0 it replaces --epochs.")
+    learning_rate: float = option(1e-4, "Peak learning rate of AdamW.")
+    min_lr_ratio: float = option(0.1, "The cosine ends at this share of the peak.")
+    warmup_ratio: float = option(0.03, "Share of the steps over which the rate rises from zero.")
+    weight_decay: float = option(0.01, "AdamW weight decay of matrices (norm weights have none).")
+    beta2: float = option(0.95, "AdamW second moment decay; the first is 0.9.")
+    clip_norm: float = option(1.0, "Largest global gradient norm.")
+    seed: int = option(0, "Seed of the weights and of the order of the samples.")
+    compile: bool = option(True, "Compile the layer with torch.compile (GPU only; the first step takes longer).")
+    cuda_graphs: bool = option(False, "Replay each step as one CUDA graph: pays for small drafters, on one GPU.")
+    shard: bool = option(False, "FSDP2: share weights, gradients and optimizer out over the ranks (default: DDP).")
+    device: str = option("auto", "'auto', 'cuda' or 'cpu'.")
+    # Reading.
+    workers: int = option(4, "Threads a rank that read shards ahead.")
+    read_ahead: int = option(3, "Batches a rank reads ahead beyond the current step.")
+    check_samples: bool = option(True, "Check checksum and NaN/Inf of each sample when the run first reads it.")
+    max_set_aside: int = option(100, "Stop when more samples than this failed their check.")
+    max_skipped_steps: int = option(20, "Stop when more steps than this had a non-finite gradient.")
+    # Held-out evaluation, checkpoints, logs.
+    eval_fraction: float = option(0.02, "Share of the rows that is held out, by row hash; 0: no evaluation.")
+    eval_every: int = option(500, "Optimizer steps between two evaluations; there is one at the end, too.")
+    save_every: int = option(500, "Optimizer steps between two checkpoints; each evaluation makes one, too.")
+    keep_checkpoints: int = option(2, "Newest checkpoints that are kept, besides that of the best evaluation.")
+    log_every: int = option(1, "Optimizer steps between two log lines.")
+    tensorboard: bool = option(True, "Write TensorBoard curves to OUT/tensorboard.")
+    wandb_project: str | None = option(None, "Also log to this Weights & Biases project.")
+    peak_tflops: float | None = option(None, "Peak of one device in TFLOP/s for MFU. Default: by the GPU's name.")
+
+
+def main() -> int:
+    arguments = parse(TrainArguments, "train", description=__doc__)
+    rank, num_ranks, device = ranks.join(arguments.device)
+    out = Path(arguments.output)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {out}: cannot be made ({error.strerror}); name a writable directory") from None
+    heartbeat = out / "heartbeat.json" if rank == 0 else None
+    progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)
+    try:
+        return train(arguments, rank, num_ranks, device, out, progress)
+    finally:
+        progress.close()
+        ranks.leave()
+
+
+def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.device, out: Path, progress) -> int:
+    started, note = time.monotonic(), progress.note
+    stop = catch_signals()
+
+    # The target, the samples, and what an earlier run left.
+    progress.stage("opening shards and target")
+    reader = ShardReader(arguments.data)
+    model = arguments.model or reader.info.get("model")
+    if model is None:
+        raise UserError(f"{arguments.data}: the shards do not name their target; give --model")
+    target = load_target_parts(model)
+    training, held_out = split(reader.records, arguments.eval_fraction)
+    tokens_per_batch, batches_per_step = batch_plan(arguments, num_ranks)
+    if rank == 0 and (unfinished := checkpoints.remove_unfinished(out)):
+        note(f"removed {unfinished} half-written checkpoints of a run that was killed")
+    found = ranks.from_first(lambda: checkpoints.latest(out, note))
+
+    # Which documents make up each step.
+    progress.stage("counting tokens")
+    vocab_size = text_config(target.config)["vocab_size"]
+    sizes, frequencies = ranks.from_first(lambda: scan_once(
+        out / "scan.pt", reader, training, arguments.ttt_steps, tokens_per_batch, vocab_size, arguments.workers
+    ))  # fmt: skip
+    schedule = Schedule(training, sizes, tokens_per_batch, batches_per_step, arguments.seed, arguments.long_documents)
+    progress.stage("planning batches")
+    total_steps = arguments.max_steps or steps_of(schedule, arguments.epochs)
+    for reason, count in sorted(schedule.counts.items()):
+        note(f"samples: {reason}: {count:,}")
+    note(f"samples: {len(schedule.records):,} to train on, {len(held_out):,} held out")
+    note(f"a step: {batches_per_step} batches of {schedule.budget}, {schedule.steps(0):,} steps an epoch; unused room: "
+         + ", ".join(f"{name} {100 * share:.1f}%" for name, share in schedule.padding().items()))  # fmt: skip
+
+    # The drafter and its optimizer.
+    progress.stage("building the drafter")
+    points = points_in_order(reader.info, text_config(target.config)["num_hidden_layers"])
+    drafter = build_drafter(arguments, target, points, frequencies, found, note)
+    check_fit(drafter.config, reader.info, target, reader.load(training[0]), "the drafter", arguments.data[0])
+    serving_ids = arguments.serving_ids or serving_ids_for(drafter.config, target.config)  # refuses before any step
+    identity = identify(arguments, target, drafter, schedule, held_out)
+    on_device = evaluation_target(target, device)
+    drafter.to(device)
+    drafter.set_embedding(on_device.embed_tokens)
+    drafter.check_loaded()
+    drafter.compute_dtype = torch.bfloat16 if device.type == "cuda" else None
+    teacher = Teacher.from_target(on_device, target_ids(drafter.d2t))
+    model_step = ranks.distribute(drafter, arguments.shard)
+    by_kind = {kind: [p for p in drafter.parameters() if (p.ndim > 1) == kind] for kind in (True, False)}
+    optimizer = torch.optim.AdamW(
+        [{"params": by_kind[True], "weight_decay": arguments.weight_decay},
+         {"params": by_kind[False], "weight_decay": 0.0}],
+        lr=arguments.learning_rate, betas=(0.9, arguments.beta2), fused=True,
+    )  # fmt: skip
+    step, position, best, skipped = 0, (0, 0), None, torch.zeros((), device=device)
+    if found:
+        path, state = found
+        checkpoints.require_same(state["identity"], identity, path)
+        checkpoints.restore(path, drafter, optimizer)
+        step, position, best = state["step"], tuple(state["position"]), state["best"]
+        skipped += state["skipped_steps"]
+        changed = {k: v for k, v in as_dict(arguments).items() if state["arguments"].get(k) != v}
+        note(f"continuing from {path}, step {step:,}" + (f"; arguments changed: {changed}" if changed else ""))
+
+    # The loop.
+    log = None
+    if rank == 0:
+        write_atomically(out / "arguments.json", json.dumps(as_dict(arguments), indent=1).encode())
+        log = TrainingLog(out, step, arguments.tensorboard, arguments.wandb_project, as_dict(arguments))
+    progress.total = total_steps
+    progress.update(step)
+    progress.stage("first step")
+    set_aside = SetAside(out / "set_aside.jsonl", note, arguments.check_samples)
+    feed = Feed(reader, schedule, arguments.ttt_steps, position, rank, num_ranks, device.type == "cuda",
+                arguments.workers, arguments.read_ahead, arguments.check_samples)  # fmt: skip
+    mover = Mover(feed, device)
+    peak = arguments.peak_tflops or peak_tflops(device)
+    how = (arguments.ttt_steps, arguments.step_decay)
+    counted, graph = torch.zeros(arguments.ttt_steps, device=device), None
+    graphs = arguments.cuda_graphs and device.type == "cuda" and num_ranks == 1
+    if arguments.compile and device.type == "cuda":
+        drafter.compile_parts()
+    pending = None  # the step whose figures the device is still computing
+    line_time, stopped, held_out_checked = time.monotonic(), False, None
+
+    def finish(pending: dict) -> None:
+        nonlocal line_time
+        seconds, line_time = time.monotonic() - line_time, time.monotonic()
+        figures = step_figures(pending, seconds, peak * num_ranks if peak else None, device)
+        progress.update(pending["step"], loss=f"{figures['loss']:.4f}", tokens_per_second=figures["tokens_per_second"])
+        if rank == 0:
+            log.write("train", pending["step"], figures)
+            if pending["step"] % arguments.log_every == 0 or pending["step"] == total_steps:
+                note(step_line(pending["step"], total_steps, figures))
+        if figures["skipped_steps"] > arguments.max_skipped_steps:
+            raise UserError(f"step {pending['step']}: {figures['skipped_steps']} steps had a non-finite gradient "
+                            f"(--max-skipped-steps); lower --learning-rate, or check the data")  # fmt: skip
+
+    while step < total_steps and not stopped:
+        clock = StepClock(device)
+        now = next(feed)
+        clock.mark("fetch")
+        for item in now.loaded:
+            set_aside.add(item.set_aside)
+        batches = [item.batch for item in now.loaded]
+        *counts, tokens, queries, predicted, pairs, samples, bad, stopping = ranks.summed([
+            *sum(item.counts for item in now.loaded).tolist(), sum(batch.num_tokens for batch in batches),
+            sum(batch.num_queries for batch in batches), sum(batch.num_predicted for batch in batches),
+            sum(batch.num_pairs for batch in batches), sum(item.samples for item in now.loaded),
+            set_aside.count, stop.is_set(),
+        ])  # fmt: skip
+        if bad > arguments.max_set_aside:
+            raise UserError(f"{bad:.0f} samples failed their check (--max-set-aside {arguments.max_set_aside}): see "
+                            f"{set_aside.path}; run extract.py --verify on the shards")  # fmt: skip
+        counted.copy_(torch.tensor(counts, dtype=torch.float32))  # over all ranks and batches of the step
+        sums = torch.zeros(1 + 2 * arguments.ttt_steps, device=device)  # loss; entropy and hits of each TTT step
+        for number, item in enumerate(now.loaded):
+            batch = mover(item)
+            clock.mark("h2d")
+            if graphs:  # forward and backward as one replay
+                graph = graph or GraphedStep(drafter, teacher, batch, *how, counted, accumulate=True)
+                loss, parts = graph(batch)
+            else:
+                with ranks.accumulating(model_step, last=number == len(now.loaded) - 1):
+                    loss, parts = ttt_loss(model_step, batch, teacher, *how, counted)
+                    clock.mark("forward")
+                    (loss * num_ranks).backward()  # DDP and FSDP2 average gradients over ranks
+            clock.mark("backward")
+            sums += torch.cat((loss.detach().view(1), parts["entropy_sum"], parts["hits"]))
+            mover.computed(item)
+        if num_ranks > 1:
+            dist.all_reduce(sums)
+        rate = learning_rate(arguments, step, total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        clip = ranks.clipped_step_sharded if arguments.shard else clipped_step
+        norm, skip = clip(optimizer, arguments.clip_norm)  # a non-finite gradient changes nothing and is counted
+        optimizer.zero_grad(set_to_none=not graphs)
+        skipped += skip
+        clock.mark("optimizer")
+        step, position, stopped = step + 1, (now.epoch, now.step + 1), stopping > 0
+        if pending:
+            finish(pending)
+        pending = {
+            "step": step, "clock": clock, "rate": rate, "counts": counts, "tokens": tokens, "samples": samples,
+            "flops": useful_flops(drafter.config, tokens, queries, predicted, pairs, arguments.ttt_steps),
+            "set_aside": bad, "sums": torch.cat((sums, norm.view(1), skipped.view(1))),
+        }  # fmt: skip
+
+        evaluating = bool(held_out) and (step % arguments.eval_every == 0 or step == total_steps)
+        if not (evaluating or step % arguments.save_every == 0 or step == total_steps or stopped):
+            continue
+        finish(pending)
+        pending, better = None, False
+        if evaluating:
+            if held_out_checked is None:
+                held_out_checked = set_aside.without_bad(reader, held_out[rank::num_ranks])
+            figures = evaluate_held_out(drafter, on_device, reader, held_out_checked, arguments.ttt_steps, progress)
+            better = best is None or (figures["tau"] or 0) > best["tau"]
+            if better:
+                best = {"step": step, "tau": figures["tau"] or 0, "step0_accuracy": figures["step0_accuracy"]}
+            if rank == 0:
+                log.write("eval", step, figures)
+                draw_curves(read_metrics(out), out / "curves.png", f"{out.resolve().name}, step {step:,}")
+                note(eval_line(step, figures, better))
+        progress.stage("saving")
+        weights, moments = checkpoints.collect(drafter, optimizer)
+        if rank == 0:
+            if better or (not held_out and step == total_steps):
+                publish(out, arguments, drafter, target, model, serving_ids, weights)
+            if step == total_steps:
+                publish(out / "final", arguments, drafter, target, model, serving_ids, weights)
+            checkpoints.save(out, step, weights, moments, {
+                "position": position, "best": best, "skipped_steps": int(skipped),
+                "arguments": as_dict(arguments), "identity": identity,
+            })  # fmt: skip
+            checkpoints.prune(out, arguments.keep_checkpoints, best["step"] if best else None)
+        progress.stage("")
+        line_time = time.monotonic()
+    feed.close()
+
+    # The end.
+    if log:
+        log.close()
+    if step < total_steps:
+        progress.close(f"stopped at step {step:,} of {total_steps:,}; the same command continues from there")
+        return EXIT_INTERRUPTED
+    told = "nothing was held out"
+    if best:
+        told = f"best at step {best['step']:,}: tau {best['tau']:.3f}, step-0 accuracy {best['step0_accuracy']:.1%}"
+    progress.close(f"{total_steps:,} steps in {duration(time.monotonic() - started)}; {told}; drafter in {out}")
+    return 0
+
+
+# ---- what the story above calls --------------------------------------------------------------------------------------
+
+
+def batch_plan(arguments: TrainArguments, num_ranks: int) -> tuple[int, int]:
+    """(tokens of one batch, batches of one step over all ranks)."""
+    tokens_per_batch = arguments.tokens_per_batch or arguments.tokens_per_step // num_ranks
+    batches, rest = divmod(arguments.tokens_per_step, tokens_per_batch)
+    if rest or batches % num_ranks or not batches:
+        raise UserError(
+            f"--tokens-per-step {arguments.tokens_per_step} must be a multiple of --tokens-per-batch "
+            f"{tokens_per_batch} times {num_ranks} ranks, so that every rank computes the same number of batches"
+        )
+    return tokens_per_batch, batches
+
+
+def steps_of(schedule: Schedule, epochs: float) -> int:
+    """Optimizer steps of so many epochs; each epoch is packed anew, so they differ by a few steps."""
+    whole, part = int(epochs), epochs - int(epochs)
+    steps = sum(schedule.steps(epoch) for epoch in range(whole))
+    return max(1, steps + (math.ceil(part * schedule.steps(whole)) if part else 0))
+
+
+def build_drafter(arguments: TrainArguments, target: TargetParts, points: CapturePoints, frequencies, found, note):
+    """The drafter with its vocabulary and weights: of the checkpoint, of --init-from, or fresh."""
+    if found:
+        config = DrafterConfig(**found[1]["identity"]["drafter"])
+        drafter, stored = Drafter(config), checkpoints.weights_of(found[0])
+        drafter.load_state_dict(stored)
+        drafter.set_vocab(stored["d2t"], stored["t2d"])
+        return drafter
+    if arguments.init_from:
+        drafter, _ = load_drafter(arguments.init_from, target.config)
+        note(f"starting from {arguments.init_from}, whose sizes and draft vocabulary are kept")
+        return drafter
+    d2t, t2d = build_draft_vocab(frequencies, arguments.draft_vocab_size)
+    if len(d2t) < arguments.draft_vocab_size:
+        note(f"draft vocabulary: only {len(d2t):,} tokens are supervised, fewer than {arguments.draft_vocab_size:,}")
+    covered = frequencies[t2d].sum() / frequencies.sum()
+    note(f"draft vocabulary: {len(d2t):,} of {len(t2d):,} tokens cover {covered:.2%} of the supervised tokens")
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
+             "fc_norm", "norm_output")  # fmt: skip
+    drafter = Drafter(DrafterConfig.from_target(
+        target.config, capture_points=points.points, draft_vocab_size=len(d2t),
+        **{name: getattr(arguments, name) for name in names},
+    ))  # fmt: skip
+    drafter.set_vocab(d2t, t2d)
+    drafter.init_weights(arguments.seed, target.lm_head)
+    return drafter
+
+
+def identify(arguments: TrainArguments, target: TargetParts, drafter: Drafter, schedule: Schedule, held_out) -> dict:
+    """What must be the same for a run to continue; each entry is named when it is not."""
+    asked = ("draft_vocab_size", "init_from", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "intermediate_size", "max_position_embeddings", "fc_norm", "norm_output", "ttt_steps", "step_decay",
+             "tokens_per_step", "seed", "long_documents", "eval_fraction")  # fmt: skip
+    return {
+        "data": f"{len(schedule.records)} training samples, fingerprint {fingerprint(schedule.records)}",
+        "held-out data": f"{len(held_out)} samples, fingerprint {fingerprint(held_out)}",
+        "target": target.fingerprint(),
+        "drafter": drafter.config.to_dict(),
+        "draft vocabulary": xxhash.xxh3_128_hexdigest(drafter.d2t.cpu().numpy().tobytes()),
+        "tokens of a batch": schedule.budget.tokens,
+        **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in asked},
+    }
+
+
+def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:
+    """Linear warm-up from zero, then a cosine from the peak to `min_lr_ratio` of it (Loshchilov and Hutter 2017)."""
+    warmup = max(1, round(arguments.warmup_ratio * total_steps))
+    if step < warmup:
+        return arguments.learning_rate * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    share = arguments.min_lr_ratio + (1 - arguments.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return arguments.learning_rate * share
+
+
+def evaluate_held_out(drafter, target: TargetParts, reader: ShardReader, records, num_steps: int, progress) -> dict:
+    """`AcceptanceCounts.summary` over the held-out samples of all ranks; `records` are this rank's."""
+    with ranks.whole_weights(drafter):
+        counts = evaluate(drafter, target, reader.load, records, Setting(num_steps),
+                          lambda done, _: progress.stage(f"evaluating {done} of {len(records)}"))  # fmt: skip
+    first, *others = ranks.gathered(counts)
+    return first.merge(others).summary()
+
+
+def publish(out: Path, arguments: TrainArguments, drafter: Drafter, target: TargetParts, model: str, serving_ids,
+            weights: dict) -> None:  # fmt: skip
+    """Write the drafter in the formats asked for. weights: whole tensors by name."""
+    export_sglang(out, drafter, target.config, model, serving_ids, weights)
+    if arguments.export == "speculators":
+        export_speculators(out / "speculators", drafter, target.config, model, weights)
+
+
+def catch_signals() -> threading.Event:
+    """Set by the first SIGINT or SIGTERM: the step is finished and saved. A second one ends the process at once."""
+    asked = threading.Event()
+
+    def remember(number, frame):
+        asked.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, remember)
+    return asked
+
+
+if __name__ == "__main__":
+    run(main)
