@@ -14,8 +14,14 @@ from common.packing import PackedBatch
 
 
 def useful_flops(
-    config: DrafterConfig, tokens: int, queries: int, predicted: int, pairs: int, num_steps: int, head_trained: bool = True
-) -> float:  # fmt: skip
+    config: DrafterConfig,
+    tokens: int,
+    queries: int,
+    predicted: int,
+    pairs: int,
+    num_steps: int,
+    head_trained: bool = True,
+) -> float:
     """Floating-point operations of one forward and backward pass that no exact method can leave out.
 
     tokens, queries, predicted, pairs: the real counts of a PackedBatch (num_tokens, num_queries, ...), no padding. A

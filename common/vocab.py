@@ -10,6 +10,8 @@ import torch
 
 from common.errors import UserError
 
+TOKENS_AT_ONCE = 1 << 20
+
 
 def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_size: int) -> torch.Tensor:
     """Frequencies of supervised tokens over the target vocabulary, int64 [vocab_size].
@@ -18,30 +20,33 @@ def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_siz
     0..vocab_size-1, naming the sample.
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    waiting: list[torch.Tensor] = []
-    waiting_tokens = 0
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    waiting_tokens, first = 0, 0  # `first`: number of the first waiting sample
 
     def add_up() -> None:
-        nonlocal waiting_tokens
-        if waiting:
-            counts.add_(torch.bincount(torch.cat(waiting), minlength=vocab_size))
+        nonlocal waiting_tokens, first
+        ids, masks = (torch.cat(parts) for parts in zip(*waiting, strict=True))
+        chosen = ids[masks != 0]
+        if chosen.numel() and (chosen.min() < 0 or chosen.max() >= vocab_size):
+            for number, (input_ids, loss_mask) in enumerate(waiting, first):
+                outside = input_ids[(loss_mask != 0) & ((input_ids < 0) | (input_ids >= vocab_size))]
+                if outside.numel():
+                    raise UserError(
+                        f"sample {number}: supervised token id {int(outside[0])} is outside the target vocabulary of "
+                        f"{vocab_size}; were these states made by another model?"
+                    )
+        counts.add_(torch.bincount(chosen, minlength=vocab_size))
+        first += len(waiting)
         waiting.clear()
         waiting_tokens = 0
 
-    for number, (input_ids, loss_mask) in enumerate(samples):
-        chosen = input_ids[loss_mask != 0]
-        if chosen.numel():
-            low, high = torch.aminmax(chosen)
-            if low < 0 or high >= vocab_size:
-                raise UserError(
-                    f"sample {number}: supervised token id {int(high if high >= vocab_size else low)} is outside the "
-                    f"target vocabulary of {vocab_size}; were these states made by another model?"
-                )
-            waiting.append(chosen)
-            waiting_tokens += chosen.numel()
-        if waiting_tokens >= 1 << 22:
+    for sample in samples:
+        waiting.append(sample)
+        waiting_tokens += sample[0].numel()
+        if waiting_tokens >= TOKENS_AT_ONCE:
             add_up()
-    add_up()
+    if waiting:
+        add_up()
     return counts
 
 

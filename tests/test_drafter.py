@@ -1,0 +1,411 @@
+"""The drafter against an independent float64 re-computation of CONVENTIONS 5, its alignment, its invariances."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import silu, softmax
+
+from common.drafter import Drafter, DrafterConfig, ttt_loss
+from common.drafting import DraftChain, draft
+from common.errors import UserError
+from common.losses import Teacher
+from common.packing import count_positions, pack_documents, query_positions
+from common.rope import inverse_frequencies
+from common.vocab import build_draft_vocab, target_ids
+
+H, V, N, K = 24, 61, 37, 8
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+
+def document(length, supervised, seed=0, points=3, width=H):
+    """supervised: list of token positions, or a fraction."""
+    g = torch.Generator().manual_seed(seed + 1000 * length)
+    mask = torch.zeros(length, dtype=torch.int64)
+    if isinstance(supervised, float):
+        mask[:] = torch.rand(length, generator=g) < supervised
+    else:
+        mask[supervised] = 1
+    return SimpleNamespace(
+        input_ids=torch.randint(0, V, (length,), generator=g),
+        loss_mask=mask,
+        states=[torch.randn(length, width, generator=g, dtype=torch.float64) for _ in range(points + 1)],
+    )
+
+
+def make(seed=0, dtype=torch.float64, **overrides):
+    config = DrafterConfig.from_target(
+        dict(hidden_size=H, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40,
+             vocab_size=V, max_position_embeddings=512, rms_norm_eps=1e-5),
+        capture_points=(2, 5, 7), draft_vocab_size=N, initializer_range=0.3, **overrides,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    drafter = Drafter(config)
+    counts = torch.randint(1, 50, (V,), generator=g)
+    drafter.set_vocab(*build_draft_vocab(counts, N))
+    drafter.set_embedding(torch.randn(V, H, generator=g, dtype=torch.float64))
+    drafter.init_weights(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.rand(parameter.shape, generator=g) + 0.5)
+    drafter.to(dtype)
+    head = torch.randn(V, H, generator=g, dtype=torch.float64)
+    teacher = Teacher(torch.rand(H, generator=g, dtype=torch.float64) + 0.5, head[target_ids(drafter.d2t)], 1e-6)
+    drafter.check_loaded()
+    return drafter, teacher.to(dtype=dtype)
+
+
+class Plain:
+    """Section 5 by the book, one position and one document at a time, from the exported names alone."""
+
+    def __init__(self, drafter, doc):
+        self.w, self.c, self.doc = drafter.state_dict(), drafter.config, doc
+        self.embed = drafter.embed_tokens
+        self.first = [self.step(t, 0, None, int(doc.input_ids[t + 1]), {}) for t in range(len(doc.input_ids) - 1)]
+
+    def norm(self, x, name):
+        return x / torch.sqrt((x * x).mean() + self.c.rms_norm_eps) * self.w[name]
+
+    def rotate(self, x, position):
+        half = x.shape[-1] // 2
+        frequencies, magnitude = inverse_frequencies(x.shape[-1], self.c.rope_theta, self.c.rope_scaling)
+        angle = position * frequencies.double()
+        a, b = x[:, :half], x[:, half:]
+        return magnitude * torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+    def step(self, t, k, state, token, own):
+        """own: list of this position's (key, value) of steps 1..k-1; returns dict with everything of step k."""
+        w, c, layer = self.w, self.c, "midlayer."
+        if k == 0:
+            points = [s[t].double() for s in self.doc.states[:-1]]
+            if c.fc_norm:
+                points = [self.norm(p, f"fc_norm.{i}.weight") for i, p in enumerate(points)]
+            state = w["fc.weight"] @ torch.cat(points)
+        x = torch.cat((self.norm(self.embed[token], layer + "input_layernorm.weight"),
+                       self.norm(state, layer + "hidden_norm.weight")))  # fmt: skip
+        q, key, value = ((w[f"{layer}self_attn.{n}_proj.weight"] @ x).view(-1, c.head_dim) for n in "qkv")
+        q, key = self.rotate(q, t + k), self.rotate(key, t + k)
+        made = dict(key=key, value=value)
+        if k == 0:
+            earlier = [] if t == 0 else self.keys[:t]
+            self.keys = [*earlier, (key, value)]
+            seen = list(self.keys)
+        else:
+            seen = [(f["key"], f["value"]) for f in self.first[: t + 1]] + own + [(key, value)]
+        group = c.num_attention_heads // c.num_key_value_heads
+        heads = []
+        for h in range(c.num_attention_heads):
+            scores = torch.stack([q[h] @ kk[h // group] for kk, _ in seen]) / math.sqrt(c.head_dim)
+            heads.append(softmax(scores, 0) @ torch.stack([vv[h // group] for _, vv in seen]))
+        state = state + w[layer + "self_attn.o_proj.weight"] @ torch.cat(heads)
+        y = self.norm(state, layer + "post_attention_layernorm.weight")
+        mlp = {n: w[f"{layer}mlp.{n}_proj.weight"] for n in ("gate", "up", "down")}
+        state = state + mlp["down"] @ (silu(mlp["gate"] @ y) * (mlp["up"] @ y))
+        normed = self.norm(state, "norm.weight")
+        return made | dict(state=normed if c.norm_output else state, logits=w["lm_head.weight"] @ normed)
+
+    def chain(self, t, tokens):
+        """Steps 0..len(tokens): own states, given tokens from step 1 on."""
+        steps, own = [self.first[t]], []
+        for k, token in enumerate(tokens, 1):
+            steps.append(self.step(t, k, steps[-1]["state"], int(token), own))
+            own.append((steps[-1]["key"], steps[-1]["value"]))
+        return steps
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, dict(fc_norm=True, norm_output=True), dict(rope_scaling=LLAMA3)],
+    ids=["plain", "fc_norm+norm_output", "llama3"],
+)
+def test_equals_float64_recomputation_over_seven_chained_steps(overrides):
+    drafter, _ = make(**overrides)
+    doc = document(14, [6, 7, 8, 11])
+    batch = pack_documents([document(5, 0.5), doc], 7)
+    plain = Plain(drafter, doc)
+    chain = DraftChain(drafter, batch)
+    mine = torch.nonzero(batch.query_documents == 1).flatten()
+    positions = batch.positions[batch.query_rows][mine]
+    assert len(mine) > 5
+    for k in range(8):
+        if k:
+            chain.advance(batch.chain_ids[:, k])
+        logits = torch.cat([x for _, x in chain.logit_chunks()])
+        for slot, t in zip(mine.tolist(), positions.tolist(), strict=True):
+            expected = plain.chain(t, batch.chain_ids[slot, 1 : k + 1])[-1]
+            assert relative(logits[slot], expected["logits"]) < 1e-6, (k, t)  # rope frequencies are float32
+            assert relative(chain.state[slot], expected["state"]) < 1e-6, (k, t)
+
+
+def test_the_recomputation_notices_what_breaks_drafters_in_public():
+    """Each of these is a real bug of somebody's trainer; the comparison above would fail on all of them."""
+    drafter, _ = make()
+    doc = document(14, [6, 7, 8])
+    batch = pack_documents([doc], 3)
+    plain, slot = Plain(drafter, doc), 4
+    t = int(batch.positions[batch.query_rows[slot]])
+    expected = plain.chain(t, batch.chain_ids[slot, 1:3])[-1]["logits"]
+
+    def logits_after_two_steps(changed_batch=batch, shift=0):
+        chain = DraftChain(drafter, changed_batch)
+        chain.positions = chain.positions + shift
+        chain.advance(changed_batch.chain_ids[:, 1])
+        chain.advance(changed_batch.chain_ids[:, 2])
+        return next(chain.logit_chunks())[1][slot]
+
+    assert relative(logits_after_two_steps(), expected) < 1e-6
+    swapped = SimpleNamespace(**{**vars(doc), "states": [doc.states[i] for i in (1, 0, 2, 3)]})
+    assert relative(logits_after_two_steps(pack_documents([swapped], 3)), expected) > 1e-3
+    assert relative(logits_after_two_steps(shift=1), expected) > 1e-3  # rotary position of later steps
+    ids = SimpleNamespace(**{**vars(doc), "input_ids": doc.input_ids.roll(1)})  # embedding of x[t], not x[t+1]
+    assert relative(logits_after_two_steps(pack_documents([ids], 3)), expected) > 1e-3
+
+
+def plain_loss(drafter, teacher, documents, num_steps, decay):
+    """The loss straight from CONVENTIONS 5, position by position."""
+    sums, counts, back = [0.0] * num_steps, [0] * num_steps, target_ids(drafter.d2t)
+    hits = [0] * num_steps
+    for doc in documents:
+        length = len(doc.input_ids)
+        if length < 3:
+            continue
+        plain = Plain(drafter, doc)
+        for t in range(length - 2):
+            steps = plain.chain(t, doc.input_ids[t + 2 : min(t + 1 + num_steps, length)])
+            for k in range(num_steps):
+                predicted = t + 2 + k
+                if predicted < length and doc.loss_mask[predicted]:
+                    last = doc.states[-1][t + 1 + k].double()
+                    last = last / torch.sqrt((last * last).mean() + teacher.eps) * teacher.norm
+                    p, logits = softmax(teacher.head @ last, 0), steps[k]["logits"]
+                    sums[k] += -(p * torch.log_softmax(logits, 0)).sum()
+                    counts[k] += 1
+                    hits[k] += int(back[logits.argmax()] == doc.input_ids[predicted])
+    return sum(decay**k * s / max(c, 1) for k, (s, c) in enumerate(zip(sums, counts, strict=True))), counts, hits
+
+
+def test_loss_and_gradients_equal_the_definition():
+    drafter, teacher = make()
+    documents = [document(n, 0.5, seed=n) for n in (1, 2, 7, 12)]
+    batch = pack_documents(documents, 4)
+    loss, metrics = ttt_loss(drafter, batch, teacher, 4, 0.8)
+    loss.backward()
+    with torch.no_grad():
+        expected, counts, hits = plain_loss(drafter, teacher, documents, 4, 0.8)
+        assert abs(loss - expected) / expected < 1e-6
+        assert metrics["counted"].tolist() == counts and metrics["hits"].tolist() == hits
+        for name, parameter in drafter.named_parameters():  # a directional derivative of each weight
+            direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            shift = 1e-5 / direction.norm() * direction
+            up, down = [], []
+            for sign, out in ((1, up), (-1, down)):
+                parameter.add_(sign * shift)
+                out.append(plain_loss(drafter, teacher, documents, 4, 0.8)[0])
+                parameter.sub_(sign * shift)
+            numeric = (up[0] - down[0]) / 2
+            assert abs((parameter.grad * shift).sum() - numeric) < 1e-4 * abs(numeric) + 1e-12, name
+
+
+@pytest.mark.parametrize("reply", [1, 2, 3])
+def test_a_three_token_prompt_trains_exactly_these_positions(reply):
+    """x[0..2] prompt, x[3..] reply: the pairs (t, k) with x[t+2+k] in the reply, and no other."""
+    doc = document(3 + reply, list(range(3, 3 + reply)))
+    batch = pack_documents([doc], 7)
+    trained = {
+        (int(batch.positions[batch.query_rows[c]]), k)
+        for c in range(batch.num_queries)
+        for k in range(7)
+        if batch.counts[c, k]
+    }
+    by_hand = {
+        1: {(1, 0), (0, 1)},
+        2: {(1, 0), (0, 1), (2, 0), (1, 1), (0, 2)},
+        3: {(1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (2, 1), (1, 2), (0, 3)},
+    }
+    assert trained == by_hand[reply]
+    assert batch.num_predicted == reply and batch.num_queries == reply + 1
+    assert count_positions(doc.loss_mask, 7) == (reply + 1, reply)
+    pairs = {
+        (int(batch.positions[batch.query_rows[batch.slots[r, k]]]), k, int(batch.predicted_ids[r]))
+        for r in range(reply) for k in range(7) if batch.weights[r, k]
+    }  # fmt: skip
+    assert pairs == {(t, k, int(doc.input_ids[t + 2 + k])) for t, k in trained}
+    for c in range(batch.num_queries):
+        t = int(batch.positions[batch.query_rows[c]])
+        for k in range(7):
+            if batch.counts[c, k]:
+                assert torch.equal(batch.last_states[batch.teacher_rows[c, k]], doc.states[-1][t + 1 + k])
+                assert batch.chain_ids[c, k + 1] == doc.input_ids[t + 2 + k]
+
+
+def test_only_counted_positions_get_a_query():
+    mask = torch.zeros(100, dtype=torch.int64)
+    mask[50:60] = 1
+    assert query_positions(mask, 7).tolist() == list(range(42, 58))  # 10 supervised, 6 more that reach them
+    assert query_positions(mask, 1).tolist() == list(range(48, 58))
+    assert query_positions(mask[:2], 7).tolist() == []
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_padding_and_packing_change_nothing(dtype, limit):
+    drafter, teacher = make(dtype=dtype)
+    documents = [document(n, 0.4, seed=n) for n in (9, 30, 3, 17)]
+    total = torch.stack([pack_documents([d], 5).weights.sum(0) for d in documents]).sum(0)
+
+    def run(groups, counted=None, **budgets):
+        drafter.zero_grad()
+        loss = 0.0
+        for group in groups:
+            part, _ = ttt_loss(drafter, pack_documents(group, 5, **budgets), teacher, 5, 0.8, counted)
+            part.backward()
+            loss = loss + part.detach()
+        return loss, [p.grad.clone() for p in drafter.parameters()]
+
+    loss, gradients = run([documents])
+    for other in (
+        run([documents], tokens=128, queries=96),
+        run([documents[::-1]], tokens=64, queries=64, predicted=60),
+        run([[d] for d in documents], counted=total),
+        run([documents[:1], documents[1:]], counted=total, tokens=80, queries=64),
+    ):
+        assert abs(other[0] - loss) / loss < limit
+        for mine, theirs in zip(other[1], gradients, strict=True):
+            assert relative(mine, theirs) < limit * 10
+
+
+def test_a_prompt_that_changes_beyond_reach_changes_nothing_and_within_does():
+    """Documents are isolated; inside a document the prompt's states matter (they are keys)."""
+    drafter, teacher = make()
+    a, b = document(12, [9, 10]), document(12, [9, 10], seed=5)
+    reference = ttt_loss(drafter, pack_documents([a], 3), teacher, 3, 1.0)[0]
+    alone = ttt_loss(drafter, pack_documents([b, a], 3), teacher, 3, 1.0)[1]["entropy_sum"]
+    both = ttt_loss(drafter, pack_documents([b], 3), teacher, 3, 1.0)[1]["entropy_sum"]
+    mine = ttt_loss(drafter, pack_documents([a], 3), teacher, 3, 1.0)[1]["entropy_sum"]
+    assert relative(alone, both + mine) < 1e-12
+    a.states[0][2] += 1.0
+    assert abs(ttt_loss(drafter, pack_documents([a], 3), teacher, 3, 1.0)[0] - reference) > 1e-9
+
+
+def test_nothing_supervised_gives_zero_loss_and_gradients():
+    drafter, teacher = make()
+    loss, metrics = ttt_loss(drafter, pack_documents([document(6, [])], 3, tokens=16, queries=16), teacher, 3, 0.8)
+    loss.backward()
+    assert loss == 0 and not metrics["counted"].any()
+    assert not any(p.grad.any() for p in drafter.parameters())
+
+
+def test_drafting_feeds_back_its_own_tokens():
+    drafter, _ = make()
+    doc = document(11, [4, 5, 8])
+    batch = pack_documents([doc], K)
+    plain, names = Plain(drafter, doc), target_ids(drafter.d2t)
+    drafted = draft(drafter, batch, K)
+    assert torch.equal(drafted, draft(drafter, batch, K))
+    for c in range(batch.num_queries):
+        t, tokens = int(batch.positions[batch.query_rows[c]]), []
+        for _ in range(K):
+            tokens.append(int(names[plain.chain(t, tokens)[-1]["logits"].argmax()]))
+        assert drafted[c].tolist() == tokens
+    true = draft(drafter, batch, K, own_tokens=False)
+    assert torch.equal(true[:, 0], drafted[:, 0]) and not torch.equal(true, drafted)
+
+
+def test_branches_of_a_chain():
+    drafter, _ = make()
+    batch = pack_documents([document(20, 0.5)], 3)
+    chain = DraftChain(drafter, batch)
+    ids, logprobs = chain.top(3)
+    assert (logprobs[:, 0] >= logprobs[:, 1]).all() and logprobs.exp().sum(-1).max() <= 1 + 1e-6
+    branches = chain.select(torch.arange(batch.num_queries).repeat_interleave(3))
+    branches.advance(ids.flatten())
+    single = DraftChain(drafter, batch)
+    single.advance(ids[:, 1].contiguous())
+    assert relative(branches.state[1::3], single.state) < 1e-12
+    assert relative(branches.state[0::3], single.state) > 1e-3
+
+
+def test_compiled_parts_equal_eager():
+    drafter, teacher = make(dtype=torch.float32)
+    batch = pack_documents([document(20, 0.5), document(9, 0.5)], 3, tokens=32, queries=32)
+    eager = ttt_loss(drafter, batch, teacher, 3, 0.8)[0]
+    eager.backward()
+    gradients = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    drafter.compile_parts()
+    compiled = ttt_loss(drafter, batch, teacher, 3, 0.8)[0]
+    compiled.backward()
+    assert abs(compiled - eager) / eager < 1e-5
+    for mine, theirs in zip((p.grad for p in drafter.parameters()), gradients, strict=True):
+        assert relative(mine, theirs) < 1e-4
+
+
+def test_an_unloaded_weight_shows():
+    drafter, teacher = make()
+    state = drafter.state_dict()
+    fresh = Drafter(drafter.config).double()
+    fresh.set_embedding(drafter.embed_tokens)
+    state.pop("midlayer.mlp.up_proj.weight")
+    fresh.load_state_dict(state, strict=False)
+    with pytest.raises(UserError, match="midlayer.mlp.up_proj.weight"):
+        fresh.check_loaded()
+    loss, _ = ttt_loss(fresh, pack_documents([document(9, 0.5)], 3), teacher, 3, 0.8)
+    assert loss.isnan()
+
+
+def test_state_dict_has_the_names_that_sglang_loads():
+    layer = "midlayer."
+    expected = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    expected |= {f"{layer}self_attn.{n}_proj.weight" for n in "qkvo"}
+    expected |= {f"{layer}mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
+    expected |= {f"{layer}{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    assert set(make()[0].state_dict()) == expected
+    assert set(make(fc_norm=True)[0].state_dict()) == expected | {f"fc_norm.{i}.weight" for i in range(3)}
+
+
+def test_sizes_from_targets():
+    kimi = dict(
+        architectures=["KimiK25ForConditionalGeneration"],
+        text_config=dict(hidden_size=7168, num_attention_heads=64, num_key_value_heads=64, kv_lora_rank=512,
+                         intermediate_size=18432, vocab_size=163840, max_position_embeddings=262144, rms_norm_eps=1e-5,
+                         rope_theta=50000.0, rope_scaling=dict(type="yarn", factor=64.0, beta_fast=32.0, beta_slow=1.0,
+                                                               mscale=1.0, mscale_all_dim=1.0,
+                                                               original_max_position_embeddings=4096)),
+    )  # fmt: skip
+    c = DrafterConfig.from_target(kimi, capture_points=(3, 31, 59), draft_vocab_size=32000)
+    assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size) == (64, 8, 128, 18432)
+    assert c.max_position_embeddings == 262144 and c.rope_theta == 50000.0
+    assert c.rope_scaling["rope_type"] == "yarn" and "mscale" not in c.rope_scaling
+    assert DrafterConfig(**c.to_dict()) == c
+    smol = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536, vocab_size=49152,
+                max_position_embeddings=8192, rope_parameters=dict(rope_theta=100000, rope_type="default"))  # fmt: skip
+    c = DrafterConfig.from_target(smol, capture_points=(3, 16, 28), draft_vocab_size=0, intermediate_size=800)
+    assert (c.head_dim, c.rope_theta, c.rope_scaling, c.draft_vocab_size) == (64, 100000.0, None, 49152)
+    assert c.intermediate_size == 800
+    with pytest.raises(UserError, match="num_attention_heads"):
+        DrafterConfig.from_target(dict(hidden_size=8, vocab_size=9), capture_points=(1,), draft_vocab_size=0)
+
+
+def test_packing_refuses_what_does_not_fit():
+    with pytest.raises(UserError, match="need 9 tokens, the batch holds 8"):
+        pack_documents([document(9, 0.5)], 3, tokens=8)
+    broken = document(9, 0.5)
+    broken.states[1] = broken.states[1][:-1]
+    with pytest.raises(UserError, match="document 0: 9 tokens"):
+        pack_documents([broken], 3)
+
+
+def test_packing_into_reused_buffers_leaves_nothing_behind():
+    budgets = dict(tokens=64, queries=64)
+    used = pack_documents([document(40, 0.9), document(20, 0.9)], 4, **budgets)
+    fresh = pack_documents([document(7, 0.5)], 4, **budgets)
+    again = pack_documents([document(7, 0.5)], 4, **budgets, into=used)
+    for name, tensor in fresh.tensors().items():
+        assert torch.equal(again.tensors()[name], tensor), name
