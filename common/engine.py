@@ -64,7 +64,6 @@ class EngineSettings:
 
     model: str
     points: CapturePoints
-    architecture: str
     tp: int = 1
     revision: str | None = None
     trust_remote_code: bool = False

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from common import embedded_model
 from common.errors import UserError
 from common.losses import rms_norm
 
@@ -80,6 +81,27 @@ class TargetParts:
 def text_config(hf_config: dict) -> dict:
     """The language model's part of a config.json: multimodal targets nest it."""
     return hf_config.get("text_config") or hf_config.get("language_config") or hf_config
+
+
+def checkpoint_folder(model: str, revision: str | None = None) -> Path:
+    """The local folder of a target: a folder as it is, a hub id downloaded, the embedded SmolLM2 converted when absent.
+
+    Raises UserError when there is no such model.
+    """
+    path = Path(model)
+    if path.is_dir() and any(path.iterdir()):
+        return path
+    if path.name == embedded_model.DEFAULT_OUTPUT.name:
+        return embedded_model.ensure(path)
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(f"{model}: no checkpoint folder there; give an existing folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision))
+    except Exception as error:  # no network, no such id, no access: the library's own first line says which
+        reason = str(error).strip().splitlines()[0][:300]
+        raise UserError(f"{model}: neither a folder nor a hub id that can be downloaded: {reason}") from None
 
 
 def load_config(model_path: str | Path) -> dict:

@@ -1,0 +1,400 @@
+"""Hidden states of a target model, from SGLang's offline Engine straight into shards that prove themselves.
+
+    make demo                                                                  # SmolLM2 on a laptop's CPU, minutes
+    python extract.py configs/smollm2-135m.yaml --data chats.jsonl --output states/
+    python extract.py --model Qwen/Qwen3-8B --data chats.jsonl --output states/
+    torchrun --nproc-per-node 8 extract.py --model M --data D --output O --tp 1        # 8 replicas
+    torchrun --nnodes 2 --nproc-per-node 1 ... extract.py ... --tp 16                  # one engine over 2 nodes
+    python extract.py --status O | --verify O | --plan --model M --data D              # look, check, calculate
+
+The same command resumes a run that was stopped, killed or starved of disk: what is committed is kept, the rest is done.
+Conversations become token ids and a loss mask; the engine computes them; hooks in its scheduler processes copy the
+residual stream at the capture points and after the last layer to the disk (common/tap.py); this process commits each
+sample once the token that follows from its stored state is the one that the engine answered (common/capture.py).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from common import ranks
+from common.arguments import as_dict, parse
+from common.errors import EXIT_INTERRUPTED, UserError, run
+from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_process, read_rows, read_target, tokenize
+from common.placement import Placement
+from common.plan import plan_of, plan_text
+from common.progress import Progress
+from common.shard_check import status, status_text, verify
+from common.shard_run import RunDirectory
+
+
+def option(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ExtractArguments:
+    # What to capture.
+    model: str | None = option(None, "target model: a checkpoint folder or a hub id")
+    data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "conversations: JSONL, JSON, Parquet, Arrow files, folders, a `datasets` id", "nargs": "+"},
+    )
+    output: str | None = option(None, "directory of the shards; an existing one is resumed")
+    split: str = option("train", "split of a `datasets` id")
+    limit: int | None = option(None, "read only the first N rows")
+    capture_points: list[int] | None = field(
+        default=None,
+        metadata={"help": "ascending; k: after k layers; default 3, L//2+1, L-2 (3 31 59 of 61)", "nargs": "+"},
+    )
+    # Tokens and loss mask.
+    max_length: int | None = option(None, "longest sample, in tokens; default: what the model takes")
+    over_length: str = option("truncate", "longer rows are cut at the end (truncate) or left out (skip); counted")
+    supervise: str = option("all", "which assistant turns count: all, last, or each (one sample a turn)")
+    chat_template: str | None = option(None, "Jinja file that replaces the tokenizer's own chat template")
+    template_kwargs: str | None = option(None, "JSON object of further variables for the chat template")
+    tokenizer_workers: int = option(0, "processes that tokenize 2,000 rows and more; 0: all cores")
+    # Answers by the target itself.
+    regenerate: bool = option(False, "let the target answer every turn first; kept as chats.jsonl in the output")
+    temperature: float = option(0.0, "sampling temperature of --regenerate; 0 is greedy")
+    max_new_tokens: int = option(1024, "longest answer of --regenerate, in tokens")
+    # Shards.
+    layout: str | None = option(None, "v1 (speculators up to 0.7, default) or arrow (speculators from 0.8 on)")
+    state_dtype: str = option("bfloat16", f"dtype of the stored states: {', '.join(DTYPES)}")
+    rows_per_block: int | None = option(None, "rows a folder; default 2000, fewer where replicas would be idle")
+    ring_gb: float = option(4.0, "host memory between engine and disk, in GB a tensor-parallel rank; it never grows")
+    writers: int = option(4, "threads a tensor-parallel rank that write files")
+    force: bool = option(False, "start although the disk cannot hold everything")
+    # Engine.
+    tp: int = option(1, "tensor parallelism: GPUs a replica")
+    device: str = option("auto", "auto, cuda or cpu")
+    dtype: str = option("auto", "dtype of the model: auto, bfloat16, float16, float32")
+    chunk_tokens: int | None = option(None, "tokens a forward pass; default: SGLang's choice, 2048 on a CPU")
+    engine_args: str | None = option(None, 'JSON object of further SGLang arguments, e.g. {"mem_fraction_static": 0.8}')
+    trust_remote_code: bool = option(False, "run code that the checkpoint brings along (tokenizer, config)")
+    revision: str | None = option(None, "revision of a hub id")
+    seed: int = option(0, "random seed of the engine")
+    # Instead of capturing.
+    plan: bool = option(False, "print tokens, bytes and time for this model and data, then stop")
+    status: str | None = option(None, "print where a directory stands, then stop")
+    verify: str | None = option(None, "read and check every file of a directory, then stop")
+    repair: bool = option(False, "with --verify: drop what is damaged from the manifest, so that a resume redoes it")
+    json: bool = option(False, "with --status, --verify or --plan: print JSON")
+
+
+def main() -> int:
+    args = parse(ExtractArguments, "extract", description=__doc__)
+    if args.status:
+        report = status(args.status)
+        print(json.dumps(report, indent=1) if args.json else status_text(report))
+        return 0
+    if args.verify:
+        return verify_directory(args)
+    for name in ("model", "data") if args.plan else ("model", "data", "output"):
+        if not getattr(args, name):
+            raise UserError(f"--{name} is missing; see python extract.py --help")
+    target = read_target(args)
+    if args.plan:
+        progress = Progress("plan", total=None, unit="rows", stream=sys.stderr)
+        samples = tokenize(args, target, read_rows(args), None, None, progress)
+        progress.close()
+        replicas = place_process(args, target["device"], max(target["gpus"], args.tp)).replicas
+        plan = plan_of(samples, target, args.state_dtype, args.ring_gb, gpus=args.tp * replicas)
+        print(json.dumps(plan, indent=1) if args.json else plan_text(plan))
+        return 0
+
+    rank, world_size, _ = ranks.join("cpu", patience=timedelta(days=30))
+    placement = place_process(args, target["device"], target["gpus"])
+    terminal = os.fdopen(os.dup(1), "w", buffering=1)  # SGLang's own output goes to a log file, ours stays here
+    try:
+        return extract(args, target, placement, rank, world_size, terminal)
+    finally:
+        ranks.leave()
+
+
+def extract(args, target: dict, placement: Placement, rank: int, world_size: int, terminal) -> int:
+    """One process of the job: open the directory, tokenize, start the engine, capture its share of the rows."""
+    out = Path(args.output)
+    leader = rank == 0
+    prints = leader and placement.engine_node == 0
+
+    def open_directory(as_leader: bool, rows: int, per_block: int | None):
+        return RunDirectory(
+            out, identity(args, target), rows=rows, layout=args.layout, rows_per_block=per_block, leader=as_leader
+        )
+
+    run_directory = None
+
+    def prepare():
+        """On rank 0: rows and the directory, with every complaint that needs no engine."""
+        nonlocal run_directory
+        rows = read_rows(args)
+        per_block = args.rows_per_block
+        if per_block is None and not (out / "dataset.json").exists():
+            per_block = max(1, min(2000, -(-len(rows) // (4 * placement.replicas)))) if placement.replicas > 1 else 2000
+        run_directory = open_directory(True, len(rows), per_block)
+        return rows
+
+    rows = ranks.from_first(prepare)
+    heartbeat = out / ("heartbeat.json" if leader else f"heartbeat-{rank}.json")
+    progress = Progress("extract", total=None, heartbeat=heartbeat, stream=terminal, quiet=not prints)
+    engine = None
+    interrupted = Interrupts()
+    try:
+        for line in run_directory.found.lines() if leader else ():
+            progress.note(line)
+        if args.regenerate:
+            engine = start(args, target, placement, out, progress)
+            rows = regenerate(args, target, placement, rows, out, engine, progress, interrupted)
+        samples = ranks.from_first(lambda: tokenize(args, target, rows, run_directory, out, progress))
+        if not leader:
+            run_directory = open_directory(False, len(rows), None)
+        share = own_share(run_directory, samples, placement)
+        progress.total = len(samples)
+        figures = Figures(progress, out, run_directory, len(samples))
+        if engine is None and placement.starts_engine and ranks.summed([len(share)])[0]:
+            engine = start(args, target, placement, out, progress)
+        checks = None
+        if engine is not None and placement.engine_node == 0 and share:
+            checks = engine.loop.run_until_complete(
+                capture(args, target, run_directory, share, engine, figures, progress, interrupted)
+            )
+        progress.stage("waiting for the other replicas" if world_size > 1 else "finishing")
+        every_check = [check for check in ranks.gathered(checks) if check]
+        if interrupted.seen:
+            progress.close(resume_line(run_directory, len(samples), "stopped"))
+            return EXIT_INTERRUPTED
+        if leader:
+            run_directory.finish(**({"self_checks": every_check} if every_check else {}), arguments=as_dict(args))
+        progress.close(summary(run_directory, samples, out, figures) if leader else None)
+        return 0
+    except (UserError, KeyboardInterrupt) as error:
+        if progress.total is None or run_directory is None:
+            raise
+        progress.close()
+        if isinstance(error, KeyboardInterrupt):
+            terminal.write(resume_line(run_directory, progress.total, "stopped") + "\n")
+            return EXIT_INTERRUPTED
+        raise UserError(f"{error}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
+    finally:
+        progress.close()
+        if engine is not None:
+            from common.engine import stop_engine
+
+            stop_engine(engine)
+        if run_directory is not None:
+            run_directory.close()
+
+
+# ---- engine and capture --------------------------------------------------------------------------------------------
+
+
+def start(args, target: dict, placement: Placement, out: Path, progress: Progress):
+    """The engine of this replica (None on its further nodes); takes a minute or more."""
+    from common.engine import EngineSettings, start_engine
+
+    progress.stage("loading the engine")
+    settings = EngineSettings(
+        model=target["folder"],
+        points=target["points"],
+        tp=args.tp,
+        trust_remote_code=args.trust_remote_code,
+        device=target["device"],
+        dtype=args.dtype,
+        chunk_tokens=chunk_tokens(args, target),
+        seed=args.seed,
+        decode_graphs=args.regenerate and target["device"] == "cuda",
+        extra=target["engine_arguments"],
+        placement=placement,
+        init_address=ranks.address_of(placement.first_rank) if placement.engine_nodes > 1 else None,
+    )
+    return start_engine(settings, out / "logs" / f"engine-{placement.replica}-{placement.engine_node}.log")
+
+
+async def capture(args, target, run_directory, share, engine, figures, progress, interrupted):
+    """Capture this replica's samples; returns the result of the self-checks."""
+    from common.capture import Capture
+
+    settings = {
+        "hidden_size": target["hidden_size"],
+        "dtype": args.state_dtype,
+        "model_dtype": target["model_dtype"],
+        "ring_bytes": int(args.ring_gb * 1e9),
+        "writers": args.writers,
+        "tokens_in_flight": 4 * (chunk_tokens(args, target) or 16384),
+    }
+    progress.stage("proving the first batch")
+    async with Capture(engine, run_directory, target["points"], settings, figures.committed, progress.note) as session:
+        figures.session = session
+        interrupted.watch(session.stop, session.fail, lambda: len(session.samples), progress)
+        await session.take(share)
+    return session.self_checks()
+
+
+def regenerate(args, target, placement, rows, out, engine, progress, interrupted) -> list:
+    """Let the target answer the rows that have no answer yet; the rows with all answers, read back from chats.jsonl."""
+    from common.answering import answer, answered
+    from common.conversations import load_rows
+
+    folder = out / "answers"
+    done = ranks.from_first(lambda: set(answered(folder)))
+    mine = [row for row in rows if row.index not in done and row.index % placement.replicas == placement.replica]
+    if engine is not None and placement.engine_node == 0 and mine:
+        folder.mkdir(exist_ok=True)
+        state = {"rows": len(done), "tokens": 0, "since": time.monotonic()}
+        progress.total, progress.unit = len(rows), "conversations"
+        progress.update(state["rows"])
+        progress.stage("answering")
+
+        def on_done(tokens: int):
+            state["rows"] += 1
+            state["tokens"] += tokens
+            speed = state["tokens"] / (time.monotonic() - state["since"])
+            progress.update(state["rows"], new_tokens_per_second=speed)
+
+        async def go():
+            interrupted.watch(lambda: None, lambda error: None, lambda: "the", progress)
+            return await answer(
+                engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",
+                temperature=args.temperature, max_new_tokens=args.max_new_tokens, context_length=target["context"],
+                template_kwargs=target["template_kwargs"], on_done=on_done, should_stop=lambda: interrupted.seen,
+            )  # fmt: skip
+
+        for text, count in engine.loop.run_until_complete(go()).items():
+            progress.note(f"{count:,} {text}")
+    progress.unit = "samples"
+    ranks.gathered(None)  # all replicas have answered
+    chats = out / "chats.jsonl"
+
+    def collect():
+        if interrupted.seen:
+            raise UserError(f"stopped while answering; {len(answered(folder)):,} of {len(rows):,} conversations are "
+                            f"safe: the same command goes on")  # fmt: skip
+        with chats.open("w") as file:
+            for _, row in sorted(answered(folder).items()):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    ranks.from_first(collect)
+    return load_rows(str(chats))
+
+
+class Interrupts:
+    """Ctrl-C or SIGTERM: once lets the samples in flight finish, twice gives them up."""
+
+    def __init__(self):
+        self.seen = False
+
+    def watch(self, stop, fail, in_flight, progress: Progress):
+        """Called inside a running event loop, once the engine has installed its own handlers."""
+        import asyncio
+
+        from common.engine import ChildSignals
+
+        def interrupt():
+            if self.seen:
+                return fail(KeyboardInterrupt())
+            self.seen = True
+            progress.note(f"stopping: {in_flight()} samples in flight are finished first (again: give them up)")
+            stop()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)
+        ChildSignals.on_terminate = interrupt
+
+
+# ---- what a person sees --------------------------------------------------------------------------------------------
+
+
+class Figures:
+    """Counts durable samples of this process and shows them, on rank 0 together with those of the other replicas."""
+
+    def __init__(self, progress: Progress, out: Path, run_directory: RunDirectory, total: int):
+        self.progress, self.out, self.total = progress, out, total
+        self.before = total - len(run_directory.pending())  # done in earlier runs
+        self.samples = self.tokens = self.bytes = 0
+        self.started = time.monotonic()
+        self.recent: deque = deque(maxlen=256)  # (time, tokens, bytes)
+        self.session = None
+        progress.update(self.done())
+
+    def committed(self, record) -> None:
+        """A sample became durable (or was set aside: None)."""
+        self.samples += 1
+        if record is not None:
+            self.tokens += record.tokens
+            self.bytes += record.bytes
+        self.recent.append((time.monotonic(), self.tokens, self.bytes))
+        first, last = self.recent[0], self.recent[-1]
+        seconds = max(last[0] - first[0], 1e-9) if len(self.recent) > 1 else time.monotonic() - self.started
+        base = first if len(self.recent) > 1 else (0, 0, 0)
+        disk = os.statvfs(self.out)
+        self.progress.update(
+            self.done(),
+            tokens_per_second=(last[1] - base[1]) / seconds,
+            gb_per_second=round((last[2] - base[2]) / seconds / 1e9, 4),
+            disk_left=f"{disk.f_bavail * disk.f_frsize / 1e9:,.0f} GB",
+            ring_stalled=f"{self.session.stalled_seconds() if self.session else 0:.0f} s",
+        )
+
+    def done(self) -> int:
+        return self.before + self.samples + sum(self.of_others())
+
+    def of_others(self):
+        """Samples that the other replicas have done, from their heartbeats."""
+        if self.progress.quiet:
+            return
+        for path in self.out.glob("heartbeat-*.json"):
+            try:
+                beat = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            if beat["time"] > time.time() - 60:
+                yield beat["done"] - self.before
+
+
+def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figures) -> str:
+    report = status(out)
+    seconds = time.monotonic() - figures.started
+    speed = f"; {figures.tokens / seconds:,.0f} tokens/s" if figures.tokens else ""
+    lines = [
+        f"{report['committed']:,} samples, {report['tokens']:,} tokens ({report['supervised_tokens']:,} supervised), "
+        f"{report['bytes'] / 1e9:.3f} GB in {out}{speed}"
+    ]
+    for reasons in (report["skips_by_reason"], report["set_aside_by_reason"]):
+        lines += [f"{count:,} rows left out: {reason}" for reason, count in reasons.items()]
+    for check in run_directory.info.get("run", {}).get("self_checks") or []:
+        proofs, own = check["first_batch"], check["own_token"]
+        equal = min(share for proof in proofs for name, share in proof["bit_equal"].items() if name != "last state")
+        norm_error = max(proof["relative_error"]["last state"] for proof in proofs)
+        lines.append(
+            f"proven: capture points of the first batch {equal:.0%} bit-equal to SGLang's own capture, norm of the last "
+            f"state within {norm_error:.1g}; own token right for {own['checked']:,} samples ({own['near_ties']} near-ties)"
+        )
+    lines.append(f"next: python train_drafter.py --data {out} --output drafter/")
+    return "\n".join(lines)
+
+
+def resume_line(run_directory: RunDirectory, total: int, word: str) -> str:
+    if run_directory is None:
+        return f"{word}; nothing was captured yet"
+    safe = len(run_directory.committed)
+    return f"{word}: {safe:,} of {total:,} samples are safe. The same command goes on: {' '.join(sys.argv)}"
+
+
+def verify_directory(args) -> int:
+    progress = Progress("verify", total=None, unit="files", stream=sys.stderr)
+    tick = lambda files, nbytes: progress.update(files, gb=round(nbytes / 1e9, 3))  # noqa: E731
+    found = verify(args.verify, repair=args.repair, progress=tick)
+    progress.close()
+    print(json.dumps(found.as_dict(), indent=1) if args.json else "\n".join(found.lines()))
+    return 0 if found.clean else 1
+
+
+if __name__ == "__main__":
+    run(main)
