@@ -47,9 +47,12 @@ def test_21_million_tokens_over_163840_ids_take_less_than_a_second():
         ((torch.rand(2100, generator=generator) ** 4 * 163840).long(), torch.ones(2100, dtype=torch.int64))
         for _ in range(10_000)
     ]
-    started = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # processor time of one thread: other programs on the machine do not count
+    started = time.process_time()
     counts = count_tokens(samples, 163840)
     d2t, t2d = build_draft_vocab(counts, 32000)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
+    torch.set_num_threads(threads)
     assert counts.sum() == 21_000_000 and d2t.shape == (32000,) and t2d.sum() == 32000
     assert seconds < 1.0, f"{seconds:.2f} s"
