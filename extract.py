@@ -373,8 +373,9 @@ def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figu
         equal = min(share for proof in proofs for name, share in proof["bit_equal"].items() if name != "last state")
         norm_error = max(proof["relative_error"]["last state"] for proof in proofs)
         lines.append(
-            f"proven: capture points of the first batch {equal:.0%} bit-equal to SGLang's own capture, norm of the last "
-            f"state within {norm_error:.1g}; own token right for {own['checked']:,} samples ({own['near_ties']} near-ties)"
+            f"proven: capture points of the first batch {equal:.0%} bit-equal to SGLang's own capture, norm of the "
+            f"last state within {norm_error:.1g}; own token right for {own['checked']:,} samples "
+            f"({own['near_ties']} near-ties)"
         )
     lines.append(f"next: python train_drafter.py --data {out} --output drafter/")
     return "\n".join(lines)
