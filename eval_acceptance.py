@@ -60,7 +60,7 @@ class Arguments:
         default="held-out", metadata={"help": "samples to use", "choices": ["held-out", "train", "all"]}
     )
     eval_fraction: float | None = field(
-        default=None, metadata={"help": "held-out share, 0-1 (default: what the drafter was trained with, else 0.05)"}
+        default=None, metadata={"help": "held-out share, 0-1 (default: what the drafter was trained with, else 0.02)"}
     )
     max_samples: int | None = field(default=None, metadata={"help": "evaluate at most this many samples or prompts"})
     device: str | None = field(default=None, metadata={"help": "cpu or cuda (default: cuda where there is one)"})
@@ -232,7 +232,7 @@ def held_out_fraction(arguments: Arguments) -> float:
                     break
     if len(set(found.values())) > 1:
         raise UserError(f"the drafters held out different shares of the data: {found}; give --eval-fraction")
-    return next(iter(found.values()), 0.05)
+    return next(iter(found.values()), 0.02)
 
 
 def choose(arguments: Arguments, records: list, fraction: float) -> list:

@@ -9,6 +9,7 @@ What is counted, and how, is defined in common/acceptance.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,13 @@ def evaluate(
     drafter, target: on the same device; the target's parts should have the dtype the target computes in on a GPU and
     float32 on the CPU (`evaluation_target`). load(record) gives a `shards.Sample` (`reader.load`). tick(samples done,
     counts so far) is called after each. Samples with fewer than three tokens or nothing supervised add nothing.
+    The weights are judged as export stores them, rounded to bfloat16, also in the middle of training.
     """
+    with rounded_weights(drafter):
+        return _evaluate(drafter, target, load, records, setting, tick)
+
+
+def _evaluate(drafter, target, load, records, setting, tick) -> AcceptanceCounts:
     counts = AcceptanceCounts(setting.num_steps)
     device = drafter.fc.weight.device
     vocabulary = drafter.t2d.cpu().numpy()
@@ -77,6 +84,22 @@ def evaluate(
         if tick is not None:
             tick(done, counts)
     return counts
+
+
+@contextmanager
+def rounded_weights(drafter: Drafter):
+    """Within it the drafter's weights are those that `export` writes (bfloat16 values); its masters come back after."""
+    computed_in_bf16 = drafter.compute_dtype == torch.bfloat16  # then only the norms, kept in float32, need rounding
+    kept = []
+    for parameter in drafter.parameters():
+        if parameter.dtype != torch.bfloat16 and (parameter.ndim == 1 or not computed_in_bf16):
+            kept.append((parameter, parameter.detach().clone()))
+            parameter.data.copy_(parameter.data.bfloat16())
+    try:
+        yield
+    finally:
+        for parameter, master in kept:
+            parameter.data.copy_(master)
 
 
 def sample_key(record) -> str:

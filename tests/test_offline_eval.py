@@ -188,8 +188,10 @@ def test_expected_acceptance_agrees_with_sampling(target):
     from common import offline_eval
 
     batch = offline_eval.pack_documents([s], 2)
-    chain = offline_eval.DraftChain(drafter, batch)
-    (_, logits), = list(chain.logit_chunks())
+    with offline_eval.rounded_weights(drafter):
+        chain = offline_eval.DraftChain(drafter, batch)
+        ((_, logits),) = list(chain.logit_chunks())
+        greedy = chain.top(1)[0]
     (target_logits,) = list(target.logit_chunks(batch.last_states))
     whole = batch.counts.all(1)
     q = (logits / heat).softmax(-1)[whole]
@@ -199,8 +201,7 @@ def test_expected_acceptance_agrees_with_sampling(target):
     drawn = torch.multinomial(q, 2000, replacement=True, generator=generator)
     accept = torch.rand(drawn.shape, generator=generator) < p.gather(1, drawn) / q.gather(1, drawn)
     assert summary["expected_min_pq"][0] == pytest.approx(float(accept.float().mean()), abs=0.01)
-    greedy = chain.top(1)[0][whole]
-    assert summary["expected_match"][0] == pytest.approx(float(p.gather(1, greedy).mean()), abs=1e-5)
+    assert summary["expected_match"][0] == pytest.approx(float(p.gather(1, greedy[whole]).mean()), abs=1e-5)
 
 
 def test_order_and_split_over_ranks_change_no_bit(target):
@@ -211,6 +212,23 @@ def test_order_and_split_over_ranks_change_no_bit(target):
     ranks = [run(drafter, target, samples[r::2], num_steps=4) for r in range(2)]
     assert whole.summary() == ranks[1].merge([ranks[0]]).summary()
     assert run(drafter, target, samples[::-1], num_steps=4).summary() == whole.summary()
+
+
+def test_weights_are_judged_as_exported_and_masters_come_back(target):
+    drafter = copying_drafter(permutation())
+    drafter.init_weights(seed=1)  # full float32 values
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    seen = {}
+
+    def tick(done, counts):
+        seen.update({name: p.detach().clone() for name, p in drafter.named_parameters()})
+
+    s = sample(permutation())
+    drafter.set_embedding(target.embed_tokens)
+    evaluate(drafter, target, lambda r: s, [s.record], Setting(num_steps=2), tick)
+    for name, p in drafter.named_parameters():
+        assert torch.equal(p, before[name]) and torch.equal(seen[name], before[name].bfloat16().float())
+    assert not torch.equal(seen["fc.weight"], before["fc.weight"])
 
 
 def test_samples_without_supervision_add_nothing(target):
