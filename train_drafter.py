@@ -24,7 +24,7 @@ import xxhash
 
 from common import checkpoints, ranks
 from common.arguments import as_dict, parse
-from common.batches import Schedule, fingerprint, scan_once, split
+from common.batches import Schedule, batch_plan, fingerprint, scan_once, split
 from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig, ttt_loss
 from common.errors import EXIT_INTERRUPTED, UserError, run
@@ -130,7 +130,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         raise UserError(f"{arguments.data}: the shards do not name their target; give --model")
     target = load_target_parts(model)
     training, held_out = split(reader.records, arguments.eval_fraction)
-    tokens_per_batch, batches_per_step = batch_plan(arguments, num_ranks)
+    tokens_per_batch, batches_per_step = batch_plan(arguments.tokens_per_step, arguments.tokens_per_batch, num_ranks)
     if rank == 0 and (unfinished := checkpoints.remove_unfinished(out)):
         note(f"removed {unfinished} half-written checkpoints of a run that was killed")
     found = ranks.from_first(lambda: checkpoints.latest(out, note))
@@ -143,7 +143,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     ))  # fmt: skip
     schedule = Schedule(training, sizes, tokens_per_batch, batches_per_step, arguments.seed, arguments.long_documents)
     progress.stage("planning batches")
-    total_steps = arguments.max_steps or steps_of(schedule, arguments.epochs)
+    total_steps = arguments.max_steps or schedule.total_steps(arguments.epochs)
     for reason, count in sorted(schedule.counts.items()):
         note(f"samples: {reason}: {count:,}")
     note(f"samples: {len(schedule.records):,} to train on, {len(held_out):,} held out")
@@ -257,7 +257,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         skipped += skip
         clock.mark("optimizer")
         step, position, stopped = step + 1, (now.epoch, now.step + 1), stopping > 0
-        if pending:
+        if pending:  # a GPU still computes this step while the one before is read
             finish(pending)
         pending = {
             "step": step, "clock": clock, "rate": rate, "counts": counts, "tokens": tokens, "samples": samples,
@@ -266,10 +266,13 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         }  # fmt: skip
 
         evaluating = bool(held_out) and (step % arguments.eval_every == 0 or step == total_steps)
-        if not (evaluating or step % arguments.save_every == 0 or step == total_steps or stopped):
+        saving = evaluating or step % arguments.save_every == 0 or step == total_steps or stopped
+        if saving or device.type == "cpu":
+            finish(pending)
+            pending = None
+        if not saving:
             continue
-        finish(pending)
-        pending, better = None, False
+        better = False
         if evaluating:
             if held_out_checked is None:
                 held_out_checked = set_aside.without_bad(reader, held_out[rank::num_ranks])
@@ -311,25 +314,6 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 
 
 # ---- what the story above calls --------------------------------------------------------------------------------------
-
-
-def batch_plan(arguments: TrainArguments, num_ranks: int) -> tuple[int, int]:
-    """(tokens of one batch, batches of one step over all ranks)."""
-    tokens_per_batch = arguments.tokens_per_batch or arguments.tokens_per_step // num_ranks
-    batches, rest = divmod(arguments.tokens_per_step, tokens_per_batch)
-    if rest or batches % num_ranks or not batches:
-        raise UserError(
-            f"--tokens-per-step {arguments.tokens_per_step} must be a multiple of --tokens-per-batch "
-            f"{tokens_per_batch} times {num_ranks} ranks, so that every rank computes the same number of batches"
-        )
-    return tokens_per_batch, batches
-
-
-def steps_of(schedule: Schedule, epochs: float) -> int:
-    """Optimizer steps of so many epochs; each epoch is packed anew, so they differ by a few steps."""
-    whole, part = int(epochs), epochs - int(epochs)
-    steps = sum(schedule.steps(epoch) for epoch in range(whole))
-    return max(1, steps + (math.ceil(part * schedule.steps(whole)) if part else 0))
 
 
 def build_drafter(arguments: TrainArguments, target: TargetParts, points: CapturePoints, frequencies, found, note):
@@ -388,9 +372,9 @@ def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> flo
 
 def evaluate_held_out(drafter, target: TargetParts, reader: ShardReader, records, num_steps: int, progress) -> dict:
     """`AcceptanceCounts.summary` over the held-out samples of all ranks; `records` are this rank's."""
+    progress.stage(f"evaluating {len(records):,} samples a rank")
     with ranks.whole_weights(drafter):
-        counts = evaluate(drafter, target, reader.load, records, Setting(num_steps),
-                          lambda done, _: progress.stage(f"evaluating {done} of {len(records)}"))  # fmt: skip
+        counts = evaluate(drafter, target, reader.load, records, Setting(num_steps))
     first, *others = ranks.gathered(counts)
     return first.merge(others).summary()
 

@@ -11,6 +11,7 @@ ranks: a step is the next `batches_per_step` batches, shared out over ranks and 
 epoch is filled up with empty batches, so every rank takes the same number of steps and every sample is used once.
 """
 
+import math
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,18 @@ class Budget:
     tokens: int
     queries: int  # positions that need a query, see common/packing.py
     predicted: int  # tokens that are predicted
+
+
+def batch_plan(tokens_per_step: int, tokens_per_batch: int, ranks: int) -> tuple[int, int]:
+    """(tokens of one batch, batches of one step over all ranks). tokens_per_batch 0: one batch a rank and step."""
+    tokens_per_batch = tokens_per_batch or tokens_per_step // ranks
+    batches, rest = divmod(tokens_per_step, max(tokens_per_batch, 1))
+    if rest or batches % ranks or not batches:
+        raise UserError(
+            f"--tokens-per-step {tokens_per_step} must be a multiple of --tokens-per-batch {tokens_per_batch} times "
+            f"{ranks} ranks, so that every rank computes the same number of batches"
+        )
+    return tokens_per_batch, batches
 
 
 def is_held_out(row_hash: str, fraction: float) -> bool:
@@ -230,6 +243,14 @@ class Schedule:
     def steps(self, epoch: int) -> int:
         """Optimizer steps in the epoch; epochs may differ by a few, since each is packed anew."""
         return len(self._plan(epoch)) // self.batches_per_step
+
+    def total_steps(self, epochs: float) -> int:
+        """Optimizer steps of so many epochs; a fraction of an epoch is rounded up to whole steps."""
+        whole = int(epochs)
+        steps = sum(self.steps(epoch) for epoch in range(whole))
+        if part := epochs - whole:
+            steps += math.ceil(part * self.steps(whole))
+        return max(1, steps)
 
     def batches(self, epoch: int, step: int, rank: int = 0, ranks: int = 1) -> list[list]:
         """The records in each batch of one rank in one step, in order of accumulation."""

@@ -93,6 +93,8 @@ class Feed:
         loaded = []
         while True:
             self._submit()
+            if not self._running:
+                raise RuntimeError("every buffer is in use: release the batches of the step before")
             epoch, step, to_come, future = self._running.popleft()
             loaded.append(future.result())
             if to_come == 0:
