@@ -19,14 +19,14 @@ def settings(head_dim: int) -> dict:
         return {
             "forward": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=4, num_stages=3),
             "queries": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=2),
-            "keys": dict(BLOCK_Q=64, BLOCK_K=128, num_warps=8, num_stages=2),
-            "own": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
+            "keys": dict(BLOCK_Q=32, BLOCK_K=128, num_warps=8, num_stages=2),
+            "own": dict(BLOCK_Q=32, num_warps=8, num_stages=1),
         }
     return {
         "forward": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=3),
         "queries": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=2),
-        "keys": dict(BLOCK_Q=64, BLOCK_K=128, num_warps=8, num_stages=2),
-        "own": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
+        "keys": dict(BLOCK_Q=32, BLOCK_K=128, num_warps=8, num_stages=2),
+        "own": dict(BLOCK_Q=32, num_warps=8, num_stages=1),
     }
 
 

@@ -1,0 +1,239 @@
+"""Check the GPU kernels against float64 on this GPU, then time their block sizes and the chunk sizes of the loss.
+
+    python benchmarks/kernels.py                  # checks, then tables (about two minutes)
+    python benchmarks/kernels.py --no-tune        # checks only
+
+A failed check is printed as FAIL and makes the exit status 1; timing goes on. The fastest block sizes belong into
+`settings` of common/ttt_attention_triton.py, the chunk size into LOGITS_PER_CHUNK of common/losses.py.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from benchmarks.training import DECAY, DIMS, STEPS, make_batches, make_drafter  # noqa: E402
+from common import losses, losses_triton, ttt_attention_triton  # noqa: E402
+from common.drafter import ttt_loss  # noqa: E402
+from common.train_step import GraphedStep, clipped_step, make_optimizer  # noqa: E402
+
+# (BLOCK_Q, BLOCK_K, warps, stages); all compile for sm_90 without spilling registers to speak of
+CANDIDATES = {
+    "forward": [(128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2)],
+    "queries": [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3), (64, 64, 8, 2)],
+    "keys": [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 3), (32, 128, 4, 2)],
+    "own": [(32, 0, 8, 1), (16, 0, 4, 1), (64, 0, 8, 1), (16, 0, 2, 1), (32, 0, 4, 1)],
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU only the plain paths are tried
+failed = []
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def check(name, limit, run):
+    """Print the error that `run` returns beside its limit; NaN and exceptions fail."""
+    started = time.perf_counter()
+    try:
+        error = run()
+        passed = error < limit
+        said = f"{error:.2e} (limit {limit:.0e})"
+    except Exception as problem:
+        passed, said = False, "".join(traceback.format_exception_only(problem)).strip()[:600]
+        traceback.print_exc()
+    if not passed:
+        failed.append(name)
+    print(f"{'ok  ' if passed else 'FAIL'} {name}: {said} [{time.perf_counter() - started:.1f} s]", flush=True)
+
+
+def accumulated_product():
+    """addmm of bf16 factors into a float32 total, in place, against float64."""
+    torch.manual_seed(0)
+    gradient, x = (torch.randn(512, n, device=DEVICE).bfloat16() for n in (320, 192))
+    total = torch.randn(320, 192, device=DEVICE)
+    expected = total.double() + gradient.double().T @ x.double()
+    losses._add_product(total, gradient, x)
+    return relative(total, expected)
+
+
+def whole_step(dims, compiled=False, graph=False):
+    """Loss and gradients of the bf16 training step against float64 eager arithmetic on the same weights and batch."""
+    d = DIMS["tiny"] | dict(hidden=256, ffn=512, **dims)
+    batches, _ = make_batches("chat", d, 2048 if DEVICE == "cuda" else 256, DEVICE, 1)
+    batch = batches[0]
+    drafter, teacher = make_drafter(d, DEVICE, False)
+    with torch.no_grad():  # larger weights, so that attention is far from uniform
+        for parameter in drafter.parameters():
+            parameter.copy_((parameter * (3.0 if parameter.ndim == 2 else 1.0)).bfloat16())
+    if compiled:
+        drafter.compile_parts()
+    if graph:
+        step = GraphedStep(drafter, teacher, batch, STEPS, DECAY)
+        loss = step(batch)[0].clone()
+    else:
+        loss = ttt_loss(drafter, batch, teacher, STEPS, DECAY)[0]
+        loss.backward()
+    ours = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.compiled, drafter.compute_dtype = (), torch.float64
+    drafter.zero_grad()
+    drafter.double()
+    drafter.embed_tokens = drafter.embed_tokens.double()
+    batch.aux_states, batch.last_states = batch.aux_states.double(), batch.last_states.double()
+    exact = ttt_loss(drafter, batch, teacher.to(dtype=torch.float64), STEPS, DECAY)[0]
+    exact.backward()
+    errors = {name: relative(ours[name], p.grad) for name, p in drafter.named_parameters()}
+    worst = max(errors, key=errors.get)
+    print(f"     loss {loss.item():.6f} against {exact.item():.6f}; worst gradient {worst}: {errors[worst]:.2e}")
+    return max(errors[worst], abs(loss.item() / exact.item() - 1))
+
+
+def skipped_step():
+    """A non-finite gradient leaves weights and step count alone; a finite one is clipped like PyTorch clips."""
+    torch.manual_seed(0)
+    a, b = (torch.nn.Parameter(torch.ones(1000, device=DEVICE)) for _ in range(2))
+    ours, theirs = make_optimizer([a], 0.1), torch.optim.AdamW([b], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    for number in range(4):
+        gradient = torch.randn(1000, device=DEVICE)
+        a.grad = gradient.clone()
+        if number == 2:
+            a.grad[3] = float("inf")
+            clipped_step(ours, 1.0)
+            continue
+        b.grad = gradient.clone()
+        clipped_step(ours, 1.0)
+        torch.nn.utils.clip_grad_norm_([b], 1.0)
+        theirs.step()
+    return relative(a.detach(), b.detach())
+
+
+def checks():
+    from tests.test_losses import compare_fused as loss_error
+    from tests.test_ttt_attention import compare_fused as attention_error
+
+    if DEVICE == "cpu":
+        check("training step, plain path", 5e-2, lambda: whole_step(dict(heads=4, kv=2, head_dim=16)))
+        check("clipped and skipped steps", 1e-5, skipped_step)
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check("bf16 products added into float32", 1e-5, accumulated_product)
+    many = (1, 2, 7, 300, 513, 40)
+    for heads, kv, d in ((64, 8, 128), (9, 3, 64), (4, 2, 32)):
+        for steps in (0, 1, 6):
+            case = (torch.bfloat16, many, steps, heads, kv, d)
+            run = partial(attention_error, DEVICE, *case, tokens=1024, queries=640)
+            check(f"attention {heads}/{kv} heads of {d}, {steps} own keys", 1.5e-2, run)
+    run = partial(attention_error, DEVICE, torch.bfloat16, (3, 200, 170), 2, 4, 2, 64, 1.0)
+    check("attention, all supervised, odd sizes", 1.5e-2, run)
+    sizes = dict(predicted=300, queries=320, steps=7, n=5000, h=64, h_target=64)
+    check("row cross-entropy, float32", 1e-5, lambda: loss_error(DEVICE, torch.float32, **sizes))
+    check("row cross-entropy, bf16", 1.5e-2, lambda: loss_error(DEVICE, torch.bfloat16, **sizes))
+    wide, narrow = dict(heads=8, kv=2, head_dim=128), dict(heads=9, kv=3, head_dim=64)
+    check("training step bf16 against float64, heads of 128", 5e-2, lambda: whole_step(wide))
+    check("training step bf16 against float64, heads of 64", 5e-2, lambda: whole_step(narrow))
+    check("training step compiled", 5e-2, lambda: whole_step(narrow, compiled=True))
+    check("training step compiled, in a CUDA graph", 5e-2, lambda: whole_step(narrow, compiled=True, graph=True))
+    check("clipped and skipped steps", 1e-5, skipped_step)
+
+
+def attention_inputs(d, load, own=6):
+    batch = make_batches(load, d | dict(hidden=8), None, DEVICE, 1)[0][0]
+    tokens, queries = batch.positions.shape[0], batch.query_rows.shape[0]
+    shapes = [(queries, d["heads"])] + [(tokens, d["kv"])] * 2 + [(own, queries, d["kv"])] * 2
+    tensors = [torch.randn(*shape, d["head_dim"], device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
+    return batch, tensors
+
+
+def tune(name, load, budget_s):
+    """Median milliseconds of each kernel by block sizes, with 3 own keys; TFLOP/s of useful work."""
+    d = DIMS[name]
+    batch, tensors = attention_inputs(d, load, own=3)
+    rows, starts = batch.query_rows, batch.query_starts
+    flops = 4 * d["heads"] * d["head_dim"] * batch.num_pairs
+    defaults = ttt_attention_triton.settings(d["head_dim"])
+    out, lse = ttt_attention_triton._attention(*tensors, rows, starts)
+    grad = torch.randn_like(out)
+    started = time.perf_counter()
+    for kernel, candidates in CANDIDATES.items():
+        found = []
+        for q, k, warps, stages in candidates:
+            if time.perf_counter() - started > budget_s:
+                print(f"  (time is up before {kernel} {q}x{k})")
+                break
+            blocks = dict(BLOCK_Q=q, num_warps=warps, num_stages=stages) | (dict(BLOCK_K=k) if k else {})
+            ttt_attention_triton.settings = lambda _d, kernel=kernel, blocks=blocks: defaults | {kernel: blocks}
+            if kernel == "forward":
+                run = lambda: ttt_attention_triton._attention(*tensors, rows, starts)  # noqa: E731
+            else:
+                run = lambda: ttt_attention_triton._attention_backward(grad, *tensors, rows, starts, out, lse)  # noqa: E731
+            try:
+                ms = triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
+            except Exception as problem:
+                print(f"  {kernel} {q}x{k} w{warps} s{stages}: {type(problem).__name__} {str(problem)[:120]}")
+                continue
+            found.append((ms, f"{q}x{k} w{warps} s{stages}"))
+        work = flops * (1 if kernel == "forward" else 2) / 1e9
+        times = ", ".join(f"{label} {ms:.3f} ms ({work / ms:.0f})" for ms, label in sorted(found))
+        print(f"  {name} {load} {kernel}: {times}", flush=True)
+    ttt_attention_triton.settings = lambda _d: defaults
+
+
+def tune_loss(name, budget_s):
+    """Milliseconds of the whole fused loss (both gradients) by chunk and block size, head trained, dense load."""
+    d = DIMS[name]
+    count = 8192
+    torch.manual_seed(0)
+    head = (torch.randn(d["draft"], d["hidden"], device=DEVICE) * 0.02).requires_grad_()
+    teacher = losses.Teacher(torch.ones(d["hidden"], device=DEVICE), head.detach().bfloat16(), 1e-5)
+    hidden = [torch.randn(count, d["hidden"], device=DEVICE).bfloat16().requires_grad_() for _ in range(STEPS)]
+    last = torch.randn(count, d["hidden"], device=DEVICE).bfloat16()
+    slots = torch.arange(count, device=DEVICE)[:, None].expand(count, STEPS).contiguous()
+    arguments = (hidden, head, teacher, last, slots, torch.full((count, STEPS), 1e-4, device=DEVICE), slots[:, 0])
+    started, before = time.perf_counter(), losses.LOGITS_PER_CHUNK["cuda"]
+    for block, warps in ((1024, 8), (2048, 8), (1024, 4), (512, 4)):
+        losses_triton.BLOCK, losses_triton.WARPS = block, warps
+        found = []
+        for power in (24, 25, 26, 27, 28):
+            if time.perf_counter() - started > budget_s or (block != 1024 and power != 26):
+                continue
+            losses.LOGITS_PER_CHUNK["cuda"] = 1 << power
+            run = lambda: losses.ttt_cross_entropy(*arguments)  # noqa: E731
+            ms = triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
+            found.append(f"2^{power} {ms:.2f} ms")
+        print(f"  loss {name}, block {block} w{warps}: " + ", ".join(found), flush=True)
+    losses_triton.BLOCK, losses_triton.WARPS, losses.LOGITS_PER_CHUNK["cuda"] = 1024, 8, before
+    x, g = (torch.randn(2048, n, device=DEVICE).bfloat16() for n in (d["hidden"], d["draft"]))
+    total = torch.zeros(d["draft"], d["hidden"], device=DEVICE)
+    into = triton.testing.do_bench(lambda: losses._add_product(total, g, x), warmup=5, rep=30, return_mode="median")
+    plain = triton.testing.do_bench(lambda: g.T @ x, warmup=5, rep=30, return_mode="median")
+    print(f"  {name} head gradient of 2,048 rows: {into:.3f} ms added into float32, {plain:.3f} ms as bf16")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-tune", dest="tune", action="store_false")
+    parser.add_argument("--budget", type=int, default=40, help="seconds for each table")
+    options = parser.parse_args()
+    device = SimpleNamespace(name="no GPU") if not torch.cuda.is_available() else torch.cuda.get_device_properties(0)
+    print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    checks()
+    if options.tune and DEVICE == "cuda":
+        for name, load in (("kimi", "dense"), ("smollm2", "dense"), ("kimi", "chat")):
+            tune(name, load, options.budget)
+        for name in ("smollm2", "kimi"):
+            tune_loss(name, options.budget)
+    print("failed: " + (", ".join(failed) if failed else "nothing"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

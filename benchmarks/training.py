@@ -1,0 +1,300 @@
+"""How fast a drafter trains: this project's step, and the public trainers beside it, on states that are in memory.
+
+    python benchmarks/training.py                                  # every row that this machine can run, then one table
+    python benchmarks/training.py --only kimi-dense,kimi-chat --no-peers
+    python benchmarks/training.py --device cpu --only tiny-chat,tiny-dense     # tries the whole program in a minute
+
+Every row runs in its own process (compilation, memory and failures stay apart) and prints RESULT {json}; the table
+comes last. Dimensions: Kimi-K2.5, SmolLM2-135M, and a tiny one. Workloads: `dense`, 8,192 tokens as four documents of 2,048,
+all supervised; `chat`, a fixed mix of conversations (mean about 1,000 tokens, at most 4,096, 45% supervised) packed by
+common/batches.py; `long`, one document of 32,768. MFU counts `useful_flops` (common/train_step.py) against 790 TFLOP/s,
+what an H200 reaches in a large bf16 product. Peers run where they can be imported (benchmarks/peers.py).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+STARTED = time.perf_counter()
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from common.batches import choose_budget, pack  # noqa: E402
+from common.drafter import Drafter, DrafterConfig, ttt_loss  # noqa: E402
+from common.losses import Teacher  # noqa: E402
+from common.packing import count_positions, pack_documents  # noqa: E402
+from common.train_step import GraphedStep, clipped_step, make_optimizer, useful_flops  # noqa: E402
+
+PEAK = 790e12
+STEPS, DECAY = 7, 0.8
+DIMS = {
+    "kimi": dict(hidden=7168, heads=64, kv=8, head_dim=128, ffn=18432, vocab=163840, draft=32000),
+    "smollm2": dict(hidden=576, heads=9, kv=3, head_dim=64, ffn=1536, vocab=49152, draft=16000),
+    "tiny": dict(hidden=64, heads=4, kv=2, head_dim=16, ffn=128, vocab=512, draft=128),
+}
+# name -> (dimensions, workload, options); the issue's bars are about the rows without a comment
+ROWS = {
+    "kimi-dense": ("kimi", "dense", dict()),
+    "kimi-dense-frozen": ("kimi", "dense", dict(frozen=True)),
+    "kimi-chat": ("kimi", "chat", dict()),
+    "kimi-long": ("kimi", "long", dict()),
+    "smollm2-dense": ("smollm2", "dense", dict(graph=True)),
+    "smollm2-dense-launched": ("smollm2", "dense", dict()),  # without a CUDA graph
+    "smollm2-chat": ("smollm2", "chat", dict(graph=True)),
+    "tiny-dense": ("tiny", "dense", dict()),
+    "tiny-chat": ("tiny", "chat", dict()),
+}
+PEER_ROWS = {
+    "speculators-kimi-dense": ("speculators", "kimi", "dense"),
+    "speculators-kimi-chat": ("speculators", "kimi", "chat"),
+    "specforge-kimi-dense": ("specforge", "kimi", "dense"),
+    "specforge-kimi-chat": ("specforge", "kimi", "chat"),
+    "speculators-smollm2-dense": ("speculators", "smollm2", "dense"),
+    "specforge-smollm2-dense": ("specforge", "smollm2", "dense"),
+}
+
+
+def chat_mix(number: int = 512, seed: int = 0) -> list[np.ndarray]:
+    """Loss masks of the fixed mix: log-normal lengths, user and assistant turns in alternation."""
+    rng = np.random.default_rng(seed)
+    masks = []
+    while len(masks) < number:
+        length = int(np.clip(rng.lognormal(6.57, 0.9), 32, 4096))
+        mask, at = np.zeros(length, dtype=np.int64), 0
+        while at < length:
+            user, assistant = 12 + int(rng.exponential(150)), 12 + int(rng.exponential(150))
+            mask[at + user : at + user + assistant] = 1
+            at += user + assistant
+        masks.append(mask)
+    return masks
+
+
+def workload(name: str, tokens: int | None, small: bool):
+    """(loss masks of the documents of each batch, budget of a batch or None where they fill it exactly)."""
+    if name == "chat":
+        masks = [mask[:256] for mask in chat_mix(64)] if small else chat_mix()
+        sizes = np.array([(len(mask), *count_positions(torch.from_numpy(mask), STEPS)) for mask in masks])
+        budget = choose_budget(sizes, tokens or (512 if small else 16384))
+        batches = pack(sizes, budget, (0, 0))[:-1]  # the last one is what was left over
+        return [[masks[i] for i in batch] for batch in batches if len(batch)], budget
+    length, number = (128, 2) if small else {"dense": (2048, 4), "long": (32768, 1)}[name]
+    if tokens:
+        length = tokens // number
+    return [[np.ones(length, dtype=np.int64)] * number], None
+
+
+def make_batches(name, d, tokens, device, at_most=4):
+    """Packed batches with random states, and how many documents of the mix they hold on average."""
+    groups, budget = workload(name, tokens, small=d["vocab"] < 1000)
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for group in groups[:at_most]:
+        documents = [
+            SimpleNamespace(
+                input_ids=torch.randint(0, d["vocab"], (len(mask),), generator=generator),
+                loss_mask=torch.from_numpy(mask),
+                states=[torch.zeros(len(mask), 1, dtype=torch.bfloat16)] * 4,
+            )
+            for mask in group
+        ]
+        room = vars(budget) if budget else {}
+        batch = pack_documents(documents, STEPS, **room).to(device)
+        states = torch.bfloat16 if device == "cuda" else torch.float32
+        batches.append(
+            replace(
+                batch,
+                aux_states=torch.randn(batch.positions.shape[0], 3 * d["hidden"], device=device, dtype=states),
+                last_states=torch.randn(batch.last_states.shape[0], d["hidden"], device=device, dtype=states),
+            )
+        )
+    padding = 0.0
+    if budget:
+        padding = 1 - sum(len(mask) for group in groups for mask in group) / (len(groups) * budget.tokens)
+    return batches, padding
+
+
+def make_drafter(d, device, frozen):
+    config = DrafterConfig(
+        hidden_size=d["hidden"], target_hidden_size=d["hidden"], num_attention_heads=d["heads"],
+        num_key_value_heads=d["kv"], head_dim=d["head_dim"], intermediate_size=d["ffn"], vocab_size=d["vocab"],
+        draft_vocab_size=d["draft"], capture_points=(3, 31, 59), max_position_embeddings=32768,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        drafter = Drafter(config)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0, 0.02)
+    chosen = torch.randperm(d["vocab"], generator=torch.Generator().manual_seed(0))[: d["draft"]].sort().values
+    t2d = torch.zeros(d["vocab"], dtype=torch.bool)
+    t2d[chosen] = True
+    drafter.set_vocab((chosen - torch.arange(d["draft"])).to(device), t2d.to(device))
+    drafter.set_embedding((torch.randn(d["vocab"], d["hidden"], device=device) * 0.02).to(dtype))
+    drafter.compute_dtype = dtype
+    drafter.lm_head.weight.requires_grad_(not frozen)
+    head = (torch.randn(d["draft"], d["hidden"], device=device) * 0.02).to(dtype)
+    return drafter, Teacher(torch.ones(d["hidden"], device=device), head, 1e-5)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    """Run one row of ours: warm up, time whole steps by events, split one by phase, read the peak of memory."""
+    dims, load, how = ROWS[name]
+    d, device = DIMS[dims], options.device
+    frozen, graph = how.get("frozen", False), how.get("graph", False) and device == "cuda"
+    batches, padding = make_batches(load, d, options.tokens, device)
+    drafter, teacher = make_drafter(d, device, frozen)
+    if options.compile:
+        drafter.compile_parts()
+    optimizer = make_optimizer(drafter.parameters(), 1e-4)
+    built = time.perf_counter()
+    step = GraphedStep(drafter, teacher, replace(batches[0]), STEPS, DECAY) if graph else None
+    phases = {"forward": [], "backward": [], "optimizer": []}
+
+    def mark():
+        if device == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def between(a, b):
+        return a.elapsed_time(b) if device == "cuda" else 1e3 * (b - a)
+
+    def train_on(batch):
+        a = mark()
+        if step:
+            loss, _ = step(batch)
+            b = c = mark()
+        else:
+            loss, _ = ttt_loss(drafter, batch, teacher, STEPS, DECAY)
+            b = mark()
+            loss.backward()
+            c = mark()
+        clipped_step(optimizer, 1.0)
+        if not step:
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), (a, b, c, mark())
+
+    losses = [train_on(batches[0])[0].item()]
+    first_step = time.perf_counter()
+    for i in range(options.warm):
+        train_on(batches[i % len(batches)])
+    synchronise(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    marks = [train_on(batches[i % len(batches)])[1] for i in range(options.steps)]
+    losses.append(train_on(batches[0])[0].item())
+    synchronise(device)
+    times = [between(m[0], n[0]) for m, n in zip(marks, marks[1:], strict=False)]
+    for phase, i in (("forward", 0), ("backward", 1), ("optimizer", 2)):
+        phases[phase] = statistics.median(between(m[i], m[i + 1]) for m in marks)
+    used = [batches[i % len(batches)] for i in range(len(times))]
+    seconds = sum(times) / 1e3 if load == "chat" else statistics.median(times) * len(times) / 1e3
+    flops = sum(
+        useful_flops(drafter.config, b.num_tokens, b.num_queries, b.num_predicted, b.num_pairs, STEPS, not frozen)
+        for b in used
+    )
+    result = dict(
+        name=name, ms=statistics.median(times), spread_ms=max(times) - min(times),
+        tokens_per_second=sum(b.num_tokens for b in used) / seconds,
+        samples_per_second=sum(b.num_documents for b in used) / seconds,
+        supervised_per_second=sum(b.num_predicted for b in used) / seconds,
+        mfu=flops / seconds / PEAK, padding=padding, tokens=used[0].num_tokens, queries=used[0].num_queries,
+        first_loss=losses[0], last_loss=losses[1], import_s=built - STARTED, first_step_s=first_step - built, **phases,
+    )  # fmt: skip
+    if device == "cuda":
+        result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    if options.profile:
+        print_kernels(lambda: train_on(batches[0]), options.profile)
+    return result
+
+
+def synchronise(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def print_kernels(run, number):
+    """The `number` longest kernels of one step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    rows = sorted(((e.self_device_time_total / 1e3, e.count, e.key[:100]) for e in seen.key_averages()), reverse=True)
+    print(f"kernels: {sum(row[0] for row in rows):.1f} ms in {sum(row[1] for row in rows)} launches")
+    for milliseconds, count, key in rows[:number]:
+        print(f"  {milliseconds:8.2f} ms x{count:<4d} {key}")
+
+
+def in_a_process(command: list[str], limit: int) -> dict | None:
+    """Run one row; its RESULT, or None after saying why there is none."""
+    print("$", " ".join(command[1:]), flush=True)
+    try:
+        done = subprocess.run(command, timeout=limit, capture_output=True, text=True, cwd=ROOT)
+        output = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as expired:
+        output = "".join((x or b"").decode(errors="replace") for x in (expired.stdout, expired.stderr))
+        output += f"\nno result within {limit} s"
+    (Path(os.environ.get("OUT", "/tmp")) / "training_benchmark.log").open("a").write(output)
+    for line in output.splitlines():
+        if line.startswith(("kernels:", "  ")) and " ms" in line:
+            print(line)
+        if line.startswith("RESULT "):
+            return json.loads(line[7:])
+    print("no result:", " | ".join(output.strip().splitlines()[-4:])[-1500:], flush=True)
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="comma-separated rows; default: all but the tiny ones")
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--tokens", type=int, help="tokens a step, instead of the workload's own number")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps")
+    parser.add_argument("--warm", type=int, default=3, help="steps before them")
+    parser.add_argument("--profile", type=int, default=0, help="print this many of the longest kernels of a step")
+    parser.add_argument("--limit", type=int, default=240, help="seconds a row may take")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        print("RESULT " + json.dumps(measure(options.row, options)), flush=True)
+        return
+    names = options.only.split(",") if options.only else [*(r for r in ROWS if "tiny" not in r), *PEER_ROWS]
+    names = [name for name in names if options.peers or name not in PEER_ROWS]
+    results = []
+    for name in names:
+        if name in PEER_ROWS:
+            command = [sys.executable, str(ROOT / "benchmarks/peers.py"), *PEER_ROWS[name], "--name", name]
+            command += ["--steps", str(options.steps), "--warm", str(options.warm), "--device", options.device]
+        else:
+            command = [sys.executable, *sys.argv, "--row", name]
+        result = in_a_process(command, options.limit)
+        if result:
+            results.append(result)
+            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+    heads = ("ms/step", "tokens/s", "superv./s", "samples/s", "MFU", "peak GB")
+    print(f"\n{'row':28s} " + " ".join(f"{head:>9s}" for head in heads))
+    for r in results:
+        print(
+            f"{r['name']:28s} {r['ms']:9.1f} {r['tokens_per_second']:9,.0f} {r['supervised_per_second']:9,.0f} "
+            f"{r['samples_per_second']:9.2f} {100 * r['mfu']:8.1f}% {r.get('peak_gb', float('nan')):9.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
