@@ -114,6 +114,7 @@ class RunDirectory:
         self.out, self.rows, self.leader = Path(out), rows, leader
         self.found = Found()
         self._locks: list[int] = []
+        self._lengths: dict[Path, tuple] = {}  # manifest -> (its inode, size and time, its rows' tokens)
         try:
             self._lock()
             self._open_info(json.loads(json.dumps(identity)), layout, rows_per_block)
@@ -326,8 +327,7 @@ class RunDirectory:
         """
         lengths = {}
         for directory in block_directories(self.out):
-            entries = read_log(directory / MANIFEST).latest().values()
-            lengths |= {str(entry["index"]): entry["tokens"] for entry in entries if entry["status"] == COMMITTED}
+            lengths |= self._lengths_of(directory / MANIFEST)
         data = json.dumps(dict(sorted(lengths.items(), key=lambda item: int(item[0])))).encode()
         write_atomically(self.out / LENGTHS, data)
         for directory in block_directories(self.out):
@@ -339,6 +339,19 @@ class RunDirectory:
                 write_atomically(directory / LENGTHS, data)
             with contextlib.suppress(OSError):
                 os.unlink(link)  # rename leaves it when both names already are one file
+
+    def _lengths_of(self, manifest: Path) -> dict[str, int]:
+        """row -> tokens of one block; read again only when the manifest has changed."""
+        try:
+            state = os.stat(manifest)
+        except FileNotFoundError:
+            return {}
+        version = (state.st_ino, state.st_size, state.st_mtime_ns)
+        if self._lengths.get(manifest, (None,))[0] != version:
+            entries = read_log(manifest).latest().values()
+            tokens = {str(entry["index"]): entry["tokens"] for entry in entries if entry["status"] == COMMITTED}
+            self._lengths[manifest] = (version, tokens)
+        return self._lengths[manifest][1]
 
     def finish(self, **facts: Any) -> None:
         """After the last commit of all replicas, leader only: lengths, Arrow dataset of layout arrow, `note(facts)`."""

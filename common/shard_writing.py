@@ -270,7 +270,10 @@ def mend_log(path: Path, drop: Iterable[int] = ()) -> None:
 
 
 def take_lock(path: Path, mode: int, wait_seconds: float = 0.0) -> int | None:
-    """flock `path`; the descriptor, or None when another process has it. The kernel frees it with the process."""
+    """flock `path`; the descriptor, or None when another process has it. The kernel frees it with the process.
+
+    Several nodes exclude each other where the file system carries flock between them (NFS, Lustre mounted with flock).
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + wait_seconds
     while True:

@@ -4,6 +4,7 @@
       dataset.json               what these states are: the identity fields, flat, and `run` (facts that may change)
       skipped.jsonl              one line a source row that was never captured: index, reason, source
       sample_lengths.json        {"0": 2103, ...}: tokens of every committed sample
+      .lock, .writers.lock       held (flock) by the run that writes here, and by the processes that write its files
       rows_0-2000/               layout "v1"
         data_17.pt               input_ids, loss_mask int64 [L]; hidden_states: list of P+1 tensors [L, H]
         manifest.jsonl           one line a committed (or set aside) sample; a sample exists when its line does

@@ -253,6 +253,18 @@ def test_damage_is_found_by_name_redone_and_counted(undisturbed, copied, damage,
     is_complete(copied, undisturbed["v1"])
 
 
+def test_files_without_a_line_and_temporaries_are_removed_on_opening(copied):
+    """speculators' v1 reader takes every file that ends with "pt", committed or not."""
+    lose_line(copied), leave_temporary(copied)
+    before = len(list(copied.rglob("data_*.pt")))
+    with RunDirectory(copied, IDENTITY, rows=ROWS) as run:
+        assert len(run.pending()) == 1
+        assert len(list(copied.rglob("data_*.pt"))) == before - 1
+        assert not list(copied.rglob("*.tmp"))
+        assert [line.split()[0] for line in run.found.lines()] == ["1", "1"]
+    assert verify(copied).clean
+
+
 def test_repair_drops_damage_of_every_kind_at_once(undisturbed, copied):
     for damage in (truncate, delete, flip_byte, cut_last_line, leave_temporary):
         damage(copied)
@@ -472,15 +484,15 @@ def test_status_and_plan(copied):
 
 
 def test_paths_without_samples_are_one_clear_line(tmp_path, copied):
+    bare, empty = tmp_path / "bare", tmp_path / "empty"
+    bare.mkdir()
     for path, line in [
         (tmp_path / "none", "expected a directory of shards, found nothing"),
         (copied / "dataset.json", "expected a directory of shards, found a file"),
-        (tmp_path, None),
+        (bare, "bare: no committed sample"),
     ]:
-        if line:
-            with pytest.raises(UserError, match=line):
-                ShardReader(path)
-    empty = tmp_path / "empty"
+        with pytest.raises(UserError, match=line):
+            ShardReader(path)
     RunDirectory(empty, IDENTITY, rows=3).close()
     with pytest.raises(UserError, match="empty: no committed sample"):
         ShardReader([copied, empty])
