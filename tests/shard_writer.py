@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -60,8 +61,19 @@ def is_not_finite(row: int) -> bool:
     return row % 41 == 11
 
 
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
 def capture(
-    out: Path, rows: int, layout: str = "v1", delay: float = 0.0, hidden: int = 32, keep: list | None = None, threads=3
+    out: Path,
+    rows: int,
+    layout: str = "v1",
+    delay: float = 0.0,  # seconds a sample and thread
+    hidden: int = 32,
+    keep: list | None = None,
+    say: Callable[[str], None] = say,
+    threads: int = 3,
 ) -> Found:
     """One run or resume to the end; what opening the directory repaired is returned."""
     chance = random.Random()  # commits fall differently in each run
@@ -108,7 +120,7 @@ def capture(
                     if len(group) >= chance.randint(1, 6) or not waiting:
                         run.commit(group)
                         group = []
-                        print(f"committed {len(run.committed)}", flush=True)
+                        say(f"committed {len(run.committed)}")
                 if left:
                     run.refresh_lengths()
         finally:

@@ -5,6 +5,7 @@ tests compare with an undisturbed run of it.
 """
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -118,27 +119,47 @@ def test_states_of_wrong_shape_are_refused(tmp_path):
 # ---- killed --------------------------------------------------------------------------------------------------------
 
 
-def kill_at_a_random_moment(out: Path, layout: str, chance: random.Random) -> bool:
+@pytest.fixture(scope="module")
+def processes():
+    """Fresh processes in milliseconds: forked from a server that has imported torch and nothing of this test."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.shard_writer"])
+    return context
+
+
+def report_to(pipe, *arguments) -> None:
+    """The body of a process that is going to be killed."""
+    torch.set_num_threads(1)
+    capture(*arguments, say=pipe.send)
+
+
+def kill_at_a_random_moment(processes, out: Path, layout: str, chance: random.Random) -> bool:
     """Start or resume a run and SIGKILL it after a few commits or before the first; False when it had ended."""
-    command = [*WRITER, str(out), "--rows", str(ROWS), "--layout", layout, "--delay", "0.05"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    for _ in range(chance.randint(0, 3)):
-        process.stdout.readline()
+    here, there = processes.Pipe(duplex=False)
+    process = processes.Process(target=report_to, args=(there, out, ROWS, layout, 0.05))
+    process.start()
+    there.close()
+    commits = chance.randint(0, 3)
+    if not commits:
+        while process.is_alive() and not (out / ".lock").exists():
+            time.sleep(0.001)  # then it is opening the directory
+    for _ in range(commits):
+        here.recv()
     time.sleep(chance.uniform(0.0, 0.05))
-    ended = process.poll() is not None
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate()
-    assert not (ended and process.returncode), errors
+    ended = not process.is_alive()
+    process.kill()
+    process.join()
+    assert ended or process.exitcode == -signal.SIGKILL
     return not ended
 
 
 @pytest.mark.parametrize("layout, kills", [("v1", 20), ("arrow", 4)])
-def test_killed_at_random_moments_and_resumed(undisturbed, tmp_path, layout, kills):
+def test_killed_at_random_moments_and_resumed(undisturbed, processes, tmp_path, layout, kills):
     chance = random.Random(f"kill {layout}")
     out = tmp_path / "states"
     leftovers = 0
     for _ in range(kills):
-        assert kill_at_a_random_moment(out, layout, chance), "the run ended before all kills: make it slower"
+        assert kill_at_a_random_moment(processes, out, layout, chance), "the run ended before all kills: make it slower"
         if (out / "dataset.json").exists():  # the first kill may come before it
             left = verify(out)
             assert not left.damaged and not left.broken_lines, "a committed sample was not durable"
