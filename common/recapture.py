@@ -7,7 +7,6 @@ replies offline). Not the way to capture a data set: that is extract.py.
 
 from __future__ import annotations
 
-import asyncio
 from collections import namedtuple
 from pathlib import Path
 
@@ -74,8 +73,8 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
     text, dtype = text_config(config), model_dtype(config)
     device, _ = available_device()
     settings = EngineSettings(
-        model=model, points=points, architecture=(config.get("architectures") or ["unknown"])[0], tp=tp,
-        trust_remote_code=trust_remote_code, device=device, seed=seed, extra=extra or {},
+        model=model, points=points, tp=tp, trust_remote_code=trust_remote_code, device=device, seed=seed,
+        extra=extra or {},
     )  # fmt: skip
     engine = start_engine(settings, folder / "logs" / "engine.log")
     identity = {
@@ -96,7 +95,7 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
 
     try:
         with RunDirectory(folder / "states", identity, rows=len(rows)) as run:
-            asyncio.get_event_loop_policy().get_event_loop().run_until_complete(capture(run))
+            engine.loop.run_until_complete(capture(run))
             run.finish()
     finally:
         engine.shutdown()

@@ -102,13 +102,23 @@ def engine_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
         step0 = "-" if spec["step0_accuracy"] is None else f"{spec['step0_accuracy'] * 100:.1f}%"
         rows.append(
             [
-                f"{run['num_steps']}/{run['topk']}/{run['draft_tokens']}", str(run["batch_size"]), f"{spec['tau']:.2f}",
-                step0, f"{run['plain']['tokens_per_second']:,.0f}", f"{spec['tokens_per_second']:,.0f}",
-                f"{run['speed_up']:.2f}x", f"{run['identical_share'] * 100:.1f}%",
+                run["name"], f"{run['num_steps']}/{run['topk']}/{run['draft_tokens']}", str(run["batch_size"]),
+                with_interval(spec, "tau", percent=False), step0,
+                f"{run['plain']['tokens_per_second']:,.0f}", f"{spec['tokens_per_second']:,.0f}",
+                f"{run['speed_up']:.2f}x", same_output(run),
             ]
         )  # fmt: skip
     speeds = ["plain tok/s", "EAGLE-3 tok/s", "speed-up"]
-    return ["steps/topk/tokens", "batch", "tau", "step-0", *speeds, "same output"], rows
+    return ["drafter", "steps/topk/tokens", "batch", "tau", "step-0", *speeds, "same output"], rows
+
+
+def same_output(run: dict) -> str:
+    """Share of equal greedy answers, and the largest logit gap at which two parted."""
+    if run["identical_share"] is None:
+        return "-"
+    gaps = [difference["gap"] for difference in run["differences"] if "gap" in difference]
+    parted = f" (parted at gaps up to {max(gaps):.2f})" if gaps else ""
+    return f"{run['identical_share'] * 100:.1f}%{parted}"
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:

@@ -1,0 +1,236 @@
+"""The engine mode without a GPU: arguments, figures from recorded `meta_info`, output comparison, layer read-back."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import report
+from common.engine_eval import ServingSettings, check_layers, layers_hook, logit_gaps, run_once
+from common.engine_figures import Reply, by_category, compare_outputs, summarise
+from common.errors import UserError
+from common.offline_eval import Setting
+
+CHAIN = Setting(num_steps=3, topk=1, tree_tokens=4)
+
+
+def recorded(correct, cycles, histogram, tokens, **changes):
+    """The part of SGLang 0.5.14's meta_info that matters, as its tokenizer manager builds it."""
+    return {
+        "id": "x", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 20, "completion_tokens": tokens,
+        "cached_tokens": 0, "spec_accept_rate": correct / (3 * cycles), "spec_accept_length": tokens / cycles,
+        "spec_num_correct_drafts": correct, "spec_num_proposed_drafts": 3 * cycles, "spec_verify_ct": cycles,
+        "spec_correct_drafts_histogram": histogram, **changes,
+    }  # fmt: skip
+
+
+def reply(row, meta, turn=1, category=None, prompt=(1, 2), output=(3, 4)):
+    return Reply(row, turn, category, list(prompt), list(output), meta)
+
+
+def test_figures_by_hand():
+    # two replies: 4 cycles with 0, 1, 3, 3 accepted; 2 cycles with 0 and 2
+    replies = [reply(0, recorded(7, 4, [1, 1, 0, 2], 12)), reply(1, recorded(2, 2, [1, 0, 1], 5))]
+    found = summarise(replies, CHAIN)
+    assert found["tau"] == pytest.approx(1 + 9 / 6)
+    assert found["step0_accuracy"] == pytest.approx(1 - 2 / 6)
+    assert found["emitted_per_cycle"] == pytest.approx((11 + 4) / 6)
+    assert found["histogram"] == [2, 1, 1, 2] and found["cycles"] == 6
+    # SGLang's own spec_accept_length counts the prefill's token and is something else
+    assert found["tau"] != pytest.approx((12 + 5) / 6)
+    low, high = found["tau_95"]  # resamples of two: 1 + 4/4, 1 + 9/6 or 1 + 14/8
+    assert (low, high) == pytest.approx((1 + 1.0, 1 + 7 / 4))
+
+
+def test_turns_of_a_conversation_are_one_sample():
+    split = [reply(0, recorded(7, 4, [1, 1, 0, 2], 12)), reply(0, recorded(2, 2, [1, 0, 1], 5), turn=2)]
+    assert summarise(split, CHAIN)["tau"] == pytest.approx(2.5)
+    assert summarise(split, CHAIN)["tau_95"] is None  # one conversation: nothing to resample
+
+
+def test_step0_only_for_a_chain():
+    tree = Setting(num_steps=3, topk=4, tree_tokens=16)
+    assert summarise([reply(0, recorded(7, 4, [1, 1, 0, 2], 12))], tree)["step0_accuracy"] is None
+
+
+def test_replies_without_a_verify_step_are_counted():
+    plain = {"completion_tokens": 1, "finish_reason": {"type": "stop"}}
+    found = summarise([reply(0, recorded(7, 4, [1, 1, 0, 2], 12)), reply(1, plain)], CHAIN)
+    assert found["without_verify"] == 1 and found["tau"] == pytest.approx(1 + 7 / 4)
+    with pytest.raises(UserError, match="it did not speculate"):
+        summarise([reply(1, plain)], CHAIN)
+
+
+def test_more_accepted_than_drafted_is_an_error():
+    with pytest.raises(UserError, match="accepted 4 drafts in a cycle of 3"):
+        summarise([reply(0, recorded(4, 1, [0, 0, 0, 0, 1], 6))], CHAIN)
+
+
+def test_categories():
+    replies = [reply(0, recorded(7, 4, [1, 1, 0, 2], 12), category="math"),
+               reply(1, recorded(2, 2, [1, 0, 1], 5), category="chat")]  # fmt: skip
+    groups = by_category(replies, CHAIN)
+    assert {name: group["tau"] for name, group in groups.items()} == {"math": 1 + 7 / 4, "chat": 2.0}
+
+
+def test_outputs_compared_where_prompts_are_equal():
+    plain = [reply(0, {}, output=(5, 6, 7)), reply(1, {}, output=(5, 6)), reply(1, {}, turn=2, prompt=(1, 9)),
+             reply(2, {}, output=(5,))]  # fmt: skip
+    drafted = [reply(0, {}, output=(5, 6, 7)), reply(1, {}, output=(5, 8)), reply(1, {}, turn=2, prompt=(1, 8)),
+               reply(2, {}, output=(5, 6))]  # fmt: skip
+    found = compare_outputs(drafted, plain)
+    assert found["compared"] == 3 and found["other_prompt"] == 1
+    assert found["identical_share"] == pytest.approx(1 / 3)
+    first, second = found["differences"]
+    assert (first["row"], first["position"], first["with_drafter"], first["plain"]) == (1, 1, 8, 6)
+    assert first["context"] == [1, 2, 5]
+    assert (second["position"], second["with_drafter"], second["plain"]) == (1, 6, None)
+
+
+def test_gap_of_the_first_difference():
+    asked = []
+
+    class Engine:  # answers in the shape of SGLang's output_top_logprobs: [(log p, token, text), ...] a position
+        def generate(self, input_ids, sampling_params, return_logprob, top_logprobs_num):
+            asked.append(input_ids)
+            return {"meta_info": {"output_top_logprobs": [[(-0.7, 6, None), (-0.75, 8, None)]]}}
+
+    differences = [{"row": 1, "context": [1, 2, 5]}]
+    logit_gaps(Engine(), differences)
+    assert asked == [[1, 2, 5]]
+    assert differences == [{"row": 1, "gap": pytest.approx(0.05), "best_two": [6, 8]}]
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_with_and_without_drafter():
+    with_drafter = ServingSettings("m", "d", CHAIN, "/tmp/layers", tp=2, max_requests=16).server_arguments()
+    plain = ServingSettings("m", None, None, None, tp=2, max_requests=16).server_arguments()
+    assert {name: value for name, value in with_drafter.items() if name.startswith("speculative")} == {
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d", "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4,
+    }  # fmt: skip
+    own = ("speculative", "forward_hooks")
+    assert {name: value for name, value in with_drafter.items() if not name.startswith(own)} == plain
+    (hook,) = with_drafter["forward_hooks"]
+    assert hook["hook_factory"] == "common.engine_eval:layers_hook" and "model" in hook["target_modules"]
+    assert ServingSettings("m", "d", CHAIN, "x", device="cpu").server_arguments()["attention_backend"] == "torch_native"
+
+
+def test_arguments_exist_in_sglang():
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    known = set(server_args.ServerArgs.__dataclass_fields__)
+    for device in ("cpu", "cuda"):
+        arguments = ServingSettings("m", "d", CHAIN, "x", device=device).server_arguments()
+        assert set(arguments) <= known, set(arguments) - known
+
+
+@pytest.mark.parametrize("name", ["speculative_num_steps", "forward_hooks", "model_path"])
+def test_arguments_that_would_undo_the_measurement(name):
+    with pytest.raises(UserError, match=f"--engine-args {name}: this evaluation sets it itself"):
+        ServingSettings("m", "d", CHAIN, "x", extra={name: 5}).server_arguments()
+    assert ServingSettings("m", "d", CHAIN, "x", extra={"mem_fraction_static": 0.5}).server_arguments()[
+        "mem_fraction_static"] == 0.5  # fmt: skip
+
+
+# ---- layers read back ------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_read_from_the_module_that_ran(tmp_path):
+    class Decoder(torch.nn.Module):
+        layers_to_capture = [3, 16, 27]
+
+        def forward(self, x):
+            return x
+
+    path = tmp_path / "layers.json"
+    other, decoder = torch.nn.Identity(), Decoder()
+    for module in (other, decoder):
+        module.register_forward_hook(layers_hook({"path": str(path)}))
+    other(torch.ones(1))
+    with pytest.raises(UserError, match="did not say which layers"):
+        check_layers(path, [3, 16, 27], "drafter/")
+    decoder(torch.ones(1))
+    assert check_layers(path, [3, 16, 27], "drafter/") == [3, 16, 27]
+    with pytest.raises(UserError, match=r"trained on the states at \[2, 15, 26\], but the engine feeds it .* \[3, 16"):
+        check_layers(path, [2, 15, 26], "drafter/")
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from common import embedded_model
+    from common.tokenizing import load_tokenizer
+
+    try:
+        return load_tokenizer(str(embedded_model.ensure()))
+    except UserError as error:
+        pytest.skip(f"no tokenizer with a chat template here: {error}")
+
+
+class EchoEngine:
+    """Answers every prompt with its number of tokens, late or early: order must not depend on it."""
+
+    def __init__(self, tokenizer):
+        import asyncio
+
+        self.loop, self.tokenizer, self.in_flight, self.most = asyncio.new_event_loop(), tokenizer, 0, 0
+        self.prompts = []
+
+    async def async_generate(self, input_ids, sampling_params):
+        import asyncio
+
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0.002 * (len(input_ids) % 3))
+        self.in_flight -= 1
+        self.prompts.append(input_ids)
+        ids = self.tokenizer.encode(f"{len(input_ids)}<|im_end|>", add_special_tokens=False)
+        return {"output_ids": ids, "meta_info": recorded(1, 1, [0, 1], len(ids))}
+
+
+def test_all_turns_in_order_and_no_more_than_asked_in_flight(tokenizer, tmp_path):
+    from common.conversations import load_rows
+
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"turns": [f"question {i}", "and then?"], "category": "a"} for i in range(5)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    engine = EchoEngine(tokenizer)
+    result = run_once(engine, tokenizer, load_rows(str(path)), 2, {"temperature": 0.0})
+    assert engine.most == 2
+    assert [(reply.row, reply.turn) for reply in result["replies"]] == [(i, t) for i in range(5) for t in (1, 2)]
+    for first, second in zip(result["replies"][::2], result["replies"][1::2], strict=True):
+        shown = tokenizer.decode(second.prompt)
+        assert tokenizer.decode(first.output[:-1]) in shown and "and then?" in shown  # its own answer is in the prompt
+        assert second.prompt[: len(first.prompt) + len(first.output)] == first.prompt + first.output
+    assert result["tokens"] == sum(len(reply.output) for reply in result["replies"]) and result["skipped"] == {}
+
+
+def test_table_of_runs():
+    figures = summarise([reply(0, recorded(7, 4, [1, 1, 0, 2], 12)), reply(1, recorded(2, 2, [1, 0, 1], 5))], CHAIN)
+    run = {"name": "d", "num_steps": 3, "topk": 1, "draft_tokens": 4, "batch_size": 8, "speed_up": 1.5,
+           "speculative": {**figures, "tokens_per_second": 150.0}, "plain": {"tokens_per_second": 100.0},
+           "identical_share": 0.5, "differences": [{"gap": 0.06}]}  # fmt: skip
+    _, (row,) = report.engine_rows([run])
+    assert row == ["d", "3/1/4", "8", "2.50 (2.00-2.75)", "66.7%", "100", "150", "1.50x",
+                   "50.0% (parted at gaps up to 0.06)"]  # fmt: skip
+
+
+def test_engine_mode_without_a_gpu_says_so(tmp_path, monkeypatch):
+    from common import engine, engine_eval, tokenizing
+    from tests.acceptance_fixtures import copying_drafter, permutation, write_drafter, write_target
+
+    target = write_target(tmp_path / "t")
+    drafter = write_drafter(tmp_path / "d", copying_drafter(permutation()))
+    (tmp_path / "p.jsonl").write_text('{"turns": ["hello"]}\n')
+    monkeypatch.setattr(engine, "available_device", lambda: ("cpu", 0))
+    monkeypatch.setattr(tokenizing, "load_tokenizer", lambda *_: None)
+    arguments = SimpleNamespace(model=str(target), check_parity=False, temperature=0.0, capture_points=None, tp=1,
+                                drafter=[str(drafter)], prompts=[str(tmp_path / "p.jsonl")], max_samples=None,
+                                trust_remote_code=False, output=str(tmp_path))  # fmt: skip
+    with pytest.raises(UserError, match="needs a GPU, and none is visible"):
+        engine_eval.in_engine(arguments, [CHAIN])
