@@ -32,7 +32,9 @@ progress.close("40 samples, done")
 
 
 def start(*args, **kwargs):
-    return subprocess.Popen([sys.executable, "-c", BUSY, *map(str, args)], cwd=ROOT, **kwargs)
+    environment = {**os.environ, **kwargs.pop("env", {})}
+    environment.pop("PYTHONUNBUFFERED", None)  # or every stream flushes itself, and these tests could not fail
+    return subprocess.Popen([sys.executable, "-c", BUSY, *map(str, args)], cwd=ROOT, env=environment, **kwargs)
 
 
 def test_a_redirected_run_writes_flushed_lines_from_the_first_second(tmp_path):
@@ -58,7 +60,7 @@ def test_a_redirected_run_writes_flushed_lines_from_the_first_second(tmp_path):
 
 def test_a_terminal_gets_a_bar(tmp_path):
     master, slave = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    env = {"TERM": "xterm-256color", "COLUMNS": "100"}
     process = start(tmp_path / "beat.json", stdout=slave, env=env)
     os.close(slave)
     output = b""
