@@ -147,6 +147,7 @@ def offline(arguments: Arguments) -> dict:
     import torch
 
     from common.export import load_drafter
+    from common.feed import not_finite
     from common.offline_eval import check_fit, evaluate, evaluation_target
     from common.shards import ShardReader
     from common.target import load_target_parts
@@ -169,7 +170,18 @@ def offline(arguments: Arguments) -> dict:
         drafters.append(drafter)
 
     target = evaluation_target(target, device)
-    results, notes = [], []
+    results, notes, bad = [], [], {}
+
+    def load(record):
+        """The sample, or None where its states cannot be used; which and why is in `bad`."""
+        sample = reader.load(record, arguments.verify)
+        reason = not_finite(list(sample.states))
+        if reason is None:
+            return sample
+        if record.index not in bad:
+            progress.note(f"warning: {record.path}: {reason}; left out")
+        bad[record.index] = f"{record.path}: {reason}"
+
     several = len(settings) > 1
     total = len(records) * len(drafters) * len(settings)
     with Progress("evaluate", total, heartbeat=Path(arguments.output) / "heartbeat.json") as progress:
@@ -194,9 +206,7 @@ def offline(arguments: Arguments) -> dict:
                     rate = sum(row[5][0] for row in counts.rows) / (time.monotonic() - started)
                     progress.update(before + samples, drafter=name, positions_per_second=rate)
 
-                counts = evaluate(
-                    drafter, target, lambda record: reader.load(record, arguments.verify), records, setting, tick
-                )
+                counts = evaluate(drafter, target, load, records, setting, tick)
                 done += len(records)
                 progress.stage("intervals")
                 results.append(
@@ -213,6 +223,7 @@ def offline(arguments: Arguments) -> dict:
     data = {
         "paths": arguments.data, "target": str(model), "split": arguments.split, "eval_fraction": fraction,
         "samples": len(records), "committed_samples": len(reader.records), "dataset": reader.info, "notes": notes,
+        "left_out": sorted(bad.values()),
     }  # fmt: skip
     return {"data": data, "offline": results}
 

@@ -48,8 +48,8 @@ def evaluate(
     """Counts of all records, which may be none (a rank without samples): `counts.merge(those of the other ranks)`.
 
     drafter, target: on the same device; the target's parts should have the dtype the target computes in on a GPU and
-    float32 on the CPU (`evaluation_target`). load(record) gives a `shards.Sample` (`reader.load`). tick(samples done,
-    counts so far) is called after each. Samples with fewer than three tokens or nothing supervised add nothing.
+    float32 on the CPU (`evaluation_target`). load(record) gives a `shards.Sample` (`reader.load`), or None for one that
+    the caller left out, and counted. tick(samples done, counts so far) is called after each. Samples with fewer than three tokens or nothing supervised add nothing.
     The weights are judged as export stores them, rounded to bfloat16, also in the middle of training.
     """
     with rounded_weights(drafter):
@@ -62,7 +62,7 @@ def _evaluate(drafter, target, load, records, setting, tick) -> AcceptanceCounts
     vocabulary = drafter.t2d.cpu().numpy()
     for done, record in enumerate(records, start=1):
         sample = load(record)
-        if int((sample.loss_mask[2:] != 0).sum()):
+        if sample is not None and int((sample.loss_mask[2:] != 0).sum()):
             batch = pack_documents([sample], setting.num_steps).to(device, non_blocking=False)
             own, first = target_tokens(target, batch), batch.counts[:, 0]  # [R]; [C], rows that count at step 0
             target_next = torch.full((sample.input_ids.shape[0],), -1)

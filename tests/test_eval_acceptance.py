@@ -141,3 +141,42 @@ def test_shards_whose_last_state_is_post_norm_are_refused(files, tmp_path):
                           last_state="post-norm")  # fmt: skip
     done = evaluate("--drafter", files["copying"], "--data", shards, "--split", "all", "--output", tmp_path, expect=2)
     assert "norm option" in done.stderr and "post-norm" in done.stderr
+
+
+def test_states_that_are_not_numbers_are_left_out_and_counted(files, tmp_path):
+    successor, samples = permutation(), []
+    for seed in range(3):
+        ids, mask = conversation(successor, [4, 30], seed)
+        samples.append((ids, mask, states_of(ids, successor)))
+    samples[1][2][0][5, 2] = float("nan")
+    shards = write_shards(tmp_path / "s", files["target"], samples)
+    done = evaluate("--drafter", files["copying"], "--data", shards, "--split", "all", "--output", tmp_path / "o")
+    content = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert content["offline"][0]["summary"]["samples"] == 2 and content["offline"][0]["summary"]["tau"] == 4
+    (line,) = content["data"]["left_out"]
+    assert "data_1.pt" in line and line in done.stdout.replace("; left out", "").replace("warning: ", "")
+
+
+def test_figures_equal_those_of_the_training_run_bit_for_bit(files, tmp_path):
+    """The drafter that training published, evaluated here on the same held-out split, against the run's own log."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    flags = {"data": files["states"], "output": tmp_path / "d", "max-steps": 6, "tokens-per-step": 256, "ttt-steps": 3,
+             "draft-vocab-size": 48, "eval-fraction": 0.4, "eval-every": 3, "learning-rate": 0.02, "device": "cpu",
+             "tensorboard": "False"}  # fmt: skip
+    command = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    train = subprocess.run([sys.executable, str(ROOT / "train_drafter.py"), *command], capture_output=True, text=True,
+                           env=environment, timeout=300)  # fmt: skip
+    assert train.returncode == 0, train.stdout + train.stderr
+    lines = [json.loads(line) for line in (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if line.get("kind") == "eval"]
+    assert len(evaluations) == 2
+    evaluate("--drafter", tmp_path / "d" / "final", "--data", files["states"], "--eval-fraction", 0.4,
+             "--output", tmp_path / "o")  # fmt: skip
+    summary = json.loads((tmp_path / "o" / "report.json").read_text())["offline"][0]["summary"]
+    assert 0.05 < summary["step0_accuracy"] < 1  # something was learnt, and not everything: equality says something
+    different = {name for name, value in summary.items() if evaluations[-1][name] != value}
+    assert different == set()
+    assert evaluations[0]["tau"] != summary["tau"]  # another checkpoint gives other figures
+    # without --eval-fraction the drafter's own arguments.json says what was held out
+    evaluate("--drafter", tmp_path / "d", "--data", files["states"], "--output", tmp_path / "p")
+    assert json.loads((tmp_path / "p" / "report.json").read_text())["data"]["eval_fraction"] == 0.4
