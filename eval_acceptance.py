@@ -40,19 +40,19 @@ class Arguments:
     capture_points: list[int] | None = field(
         default=None, metadata={"help": "layers the drafter reads, where its own config.json is wrong or silent"}
     )
-    output: str = field(default="acceptance", metadata={"help": "folder for the report (default: acceptance)"})
+    output: str = field(default="acceptance", metadata={"help": "folder for the report"})
 
     # How it drafts: several values are swept.
-    num_steps: list[int] = field(default_factory=lambda: [3], metadata={"help": "drafted tokens a cycle (default 3)"})
+    num_steps: list[int] = field(default_factory=lambda: [3], metadata={"help": "drafted tokens a cycle"})
     topk: list[int] = field(
-        default_factory=lambda: [1], metadata={"help": "branches a node; above 1: a draft tree (default 1)"}
+        default_factory=lambda: [1], metadata={"help": "branches a node; above 1: a draft tree"}
     )
     draft_tokens: list[int] | None = field(
         default=None,
         metadata={"aliases": ["--tree-tokens"], "help": "tokens verified a cycle (default: steps + 1, or 8 x topk)"},
     )
     temperature: float = field(
-        default=0.0, metadata={"help": "sampling temperature; above 0 offline adds the expected acceptance (default 0)"}
+        default=0.0, metadata={"help": "sampling temperature; above 0 offline adds the expected acceptance"}
     )
 
     # Offline.
@@ -65,19 +65,19 @@ class Arguments:
     max_samples: int | None = field(default=None, metadata={"help": "evaluate at most this many samples or prompts"})
     device: str | None = field(default=None, metadata={"help": "cpu or cuda (default: cuda where there is one)"})
     verify: bool = field(default=False, metadata={"help": "check the checksum of every sample that is read"})
-    bootstrap: int = field(default=1000, metadata={"help": "resamples for the 95% intervals; 0: none (default 1000)"})
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap and of the engine (default 0)"})
+    bootstrap: int = field(default=1000, metadata={"help": "resamples for the 95%% intervals; 0: none"})
+    seed: int = field(default=0, metadata={"help": "seed of the bootstrap and of the engine"})
 
     # In the engine.
     batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 8, 16], metadata={"help": "requests at once, one measurement each (default 1 8 16)"}
+        default_factory=lambda: [1, 8, 16], metadata={"help": "requests at once, one measurement each"}
     )
-    max_new_tokens: int = field(default=512, metadata={"help": "longest reply, tokens (default 512)"})
-    tp: int = field(default=1, metadata={"help": "GPUs the target is split over (default 1)"})
+    max_new_tokens: int = field(default=512, metadata={"help": "longest reply, tokens"})
+    tp: int = field(default=1, metadata={"help": "GPUs the target is split over"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run the model folder's own Python code"})
     engine_args: str | None = field(default=None, metadata={"help": "further sglang.ServerArgs as a JSON object"})
     check_parity: bool = field(
-        default=False, metadata={"help": "score the engine's own replies offline too; fail when tau differs by over 3%"}
+        default=False, metadata={"help": "score the engine's own replies offline too; fail when tau differs by over 3%%"}
     )
 
     # Doctor.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections import Counter
@@ -92,7 +93,7 @@ def layers_hook(config: dict):
     def hook(module, args, output):
         path = Path(config["path"])
         if hasattr(module, "layers_to_capture") and not path.exists():
-            temporary = path.with_suffix(".tmp")
+            temporary = path.with_suffix(f".{os.getpid()}")  # every tensor-parallel rank writes
             temporary.write_text(json.dumps([int(layer) for layer in module.layers_to_capture]))
             temporary.replace(path)
 

@@ -143,6 +143,11 @@ def test_shards_whose_last_state_is_post_norm_are_refused(files, tmp_path):
     assert "norm option" in done.stderr and "post-norm" in done.stderr
 
 
+def test_help_names_every_argument():
+    printed = evaluate("--help").stdout
+    assert "--tree-tokens" in printed and "95% intervals" in printed and "--check-parity" in printed
+
+
 def test_states_that_are_not_numbers_are_left_out_and_counted(files, tmp_path):
     successor, samples = permutation(), []
     for seed in range(3):
