@@ -77,7 +77,7 @@ class Arguments:
     trust_remote_code: bool = field(default=False, metadata={"help": "run the model folder's own Python code"})
     engine_args: str | None = field(default=None, metadata={"help": "further sglang.ServerArgs as a JSON object"})
     check_parity: bool = field(
-        default=False, metadata={"help": "score the engine's own replies offline too; fail when tau differs by over 3%%"}
+        default=False, metadata={"help": "score the engine's replies offline too; fail when tau differs by over 3%%"}
     )
 
     # Doctor.
