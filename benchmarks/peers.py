@@ -54,7 +54,7 @@ def speculators_row(d, load, device, warm, steps):
     if device == "cuda":
         # torch 2.11.0 cannot trace an autotuned kernel whose prune_configs_by it meets twice (pytorch #177600): look
         # its attributes up as plain sources
-        def wrap(self, user_obj, variable, tx, name):
+        def wrap(self, user_obj, tx, variable, name):
             from torch._dynamo.source import AttrSource
             from torch._dynamo.variables.builder import VariableBuilder
 
@@ -171,6 +171,7 @@ def specforge_row(d, load, device, warm, steps):
         from specforge.core.loss import _compute_loss
 
         eagle3_module.LogSoftmaxLoss = type("PlainLoss", (), {"apply": staticmethod(_compute_loss)})
+    attention = "flex_attention" if device == "cuda" else "sdpa"
     address = dict(init_method="tcp://127.0.0.1:29555", rank=0, world_size=1)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **address)
     config = LlamaConfig(
@@ -181,7 +182,7 @@ def specforge_row(d, load, device, warm, steps):
     config.draft_vocab_size = d["draft"]
     torch.manual_seed(0)
     with torch.device(device):
-        drafter = LlamaForCausalLMEagle3(config, attention_backend="flex_attention")
+        drafter = LlamaForCausalLMEagle3(config, attention_backend=attention)
     chosen = draft_ids(d)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -193,7 +194,7 @@ def specforge_row(d, load, device, warm, steps):
         drafter.d2t.copy_(chosen - torch.arange(d["draft"]))
     drafter.freeze_embedding()
     drafter = drafter.to(device=device, dtype=torch.bfloat16)
-    model = OnlineEagle3Model(draft_model=drafter, length=STEPS, attention_backend="flex_attention")
+    model = OnlineEagle3Model(draft_model=drafter, length=STEPS, attention_backend=attention)
     model = model.to(device=device, dtype=torch.bfloat16)
     head = TargetHead.__new__(TargetHead)
     torch.nn.Module.__init__(head)

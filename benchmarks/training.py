@@ -5,10 +5,10 @@
     python benchmarks/training.py --device cpu --only tiny-chat,tiny-dense     # tries the whole program in a minute
 
 Every row runs in its own process (compilation, memory and failures stay apart) and prints RESULT {json}; the table
-comes last. Dimensions: Kimi-K2.5, SmolLM2-135M, and a tiny one. Workloads: `dense`, 8,192 tokens as four documents of 2,048,
-all supervised; `chat`, a fixed mix of conversations (mean about 1,000 tokens, at most 4,096, 45% supervised) packed by
-common/batches.py; `long`, one document of 32,768. MFU counts `useful_flops` (common/train_step.py) against 790 TFLOP/s,
-what an H200 reaches in a large bf16 product. Peers run where they can be imported (benchmarks/peers.py).
+comes last. Dimensions: Kimi-K2.5, SmolLM2-135M, and a tiny one. Workloads: `dense`, 8,192 tokens as four documents
+of 2,048, all supervised; `chat`, a fixed mix of conversations (mean about 1,000 tokens, at most 4,096, 45% supervised)
+packed by common/batches.py; `long`, one document of 32,768. MFU counts `useful_flops` (common/train_step.py) against
+790 TFLOP/s, what an H200 reaches in a large bf16 product. Peers run where they can be imported (benchmarks/peers.py).
 """
 
 import argparse

@@ -37,24 +37,27 @@ def document(length, supervised, seed=0, points=3, width=H):
 
 
 def make(seed=0, dtype=torch.float64, **overrides):
-    config = DrafterConfig.from_target(
-        dict(hidden_size=H, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40,
-             vocab_size=V, max_position_embeddings=512, rms_norm_eps=1e-5),
-        capture_points=(2, 5, 7), draft_vocab_size=N, initializer_range=0.3, **overrides,
+    target = dict(
+        hidden_size=H, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40, vocab_size=V,
+        max_position_embeddings=512, rms_norm_eps=1e-5,
     )  # fmt: skip
+    config = DrafterConfig.from_target(
+        target, capture_points=(2, 5, 7), draft_vocab_size=N, initializer_range=0.3, **overrides
+    )
+    h = config.hidden_size
     g = torch.Generator().manual_seed(seed)
     drafter = Drafter(config)
     counts = torch.randint(1, 50, (V,), generator=g)
     drafter.set_vocab(*build_draft_vocab(counts, N))
-    drafter.set_embedding(torch.randn(V, H, generator=g, dtype=torch.float64))
+    drafter.set_embedding(torch.randn(V, h, generator=g, dtype=torch.float64))
     drafter.init_weights(seed)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.rand(parameter.shape, generator=g) + 0.5)
     drafter.to(dtype)
-    head = torch.randn(V, H, generator=g, dtype=torch.float64)
-    teacher = Teacher(torch.rand(H, generator=g, dtype=torch.float64) + 0.5, head[target_ids(drafter.d2t)], 1e-6)
+    head = torch.randn(V, h, generator=g, dtype=torch.float64)
+    teacher = Teacher(torch.rand(h, generator=g, dtype=torch.float64) + 0.5, head[target_ids(drafter.d2t)], 1e-6)
     drafter.check_loaded()
     return drafter, teacher.to(dtype=dtype)
 
