@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from common.acceptance import AcceptanceCounts, counted_positions
+from common.drafter import Drafter
+from common.drafting import DraftChain
 from common.errors import UserError
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target
+from common.packing import pack_documents
 from common.target import load_target_parts
 from tests.acceptance_fixtures import (
     POINTS,
@@ -202,6 +205,74 @@ def test_expected_acceptance_agrees_with_sampling(target):
     accept = torch.rand(drawn.shape, generator=generator) < p.gather(1, drawn) / q.gather(1, drawn)
     assert summary["expected_min_pq"][0] == pytest.approx(float(accept.float().mean()), abs=0.01)
     assert summary["expected_match"][0] == pytest.approx(float(p.gather(1, greedy[whole]).mean()), abs=1e-5)
+
+
+def entangled_drafter() -> Drafter:
+    """Random weights, so that every token and state on a path matters; half of the vocabulary can be drafted."""
+    kept = torch.zeros(VOCAB, dtype=torch.bool)
+    kept[::2] = True
+    drafter = copying_drafter(permutation(), draft_vocab=kept)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(4)
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator)).copy_(parameter.bfloat16())
+    return drafter
+
+
+def test_every_node_of_a_grown_tree_has_the_probability_of_its_path(target):
+    """Each candidate's score against a chain that is walked from the root along the same tokens, one by one."""
+    from common import offline_eval
+
+    drafter, grown = entangled_drafter(), []
+    drafter.set_embedding(target.embed_tokens)
+    batch = pack_documents([sample(permutation(), (4, 20))], 3)
+    own = offline_eval.target_tokens(target, batch)
+    remember = offline_eval.tokens_on_target_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline_eval, "tokens_on_target_path", lambda tree, y: grown.append(tree) or remember(tree, y))
+        offline_eval.draft_sample(drafter, batch, own, Setting(num_steps=3, topk=3, tree_tokens=16))
+    (tree,) = grown
+    c = 7  # one position is enough: all others run in the same batch
+    for node in range(tree.tokens.shape[1]):
+        path, at = [], node
+        while at >= 0:
+            path.append(int(tree.tokens[c, at]))
+            at = int(tree.parents[c, at])
+        assert len(path) == int(tree.depth[node]) + 1
+        chain, probability = DraftChain(drafter, batch), 1.0
+        for step, token in enumerate(reversed(path)):
+            ids, logprobs = chain.top(VOCAB // 2)
+            probability *= float(logprobs[c][ids[c] == token].exp())
+            if step < len(path) - 1:
+                chain.advance(torch.full_like(batch.query_rows, token))
+        assert float(tree.scores[c, node]) == pytest.approx(probability, rel=1e-4)
+    kept = tree.scores[c][tree.kept[c]]
+    assert len(kept) == 15 and float(kept.min()) >= float(tree.scores[c][~tree.kept[c]].max())
+
+
+def test_expected_acceptance_of_the_second_step(target):
+    """Row tokens outside the draft vocabulary end a chain: nothing after them is ever accepted."""
+    drafter, s = entangled_drafter(), sample(permutation(), (4, 60))
+    summary = run(drafter, target, [s], num_steps=2, temperature=2.0).summary()
+    batch = pack_documents([s], 2)
+    whole = batch.counts.all(1)
+    (target_logits,) = list(target.logit_chunks(batch.last_states))
+    p = (target_logits / 2.0).softmax(-1)  # [R, V]
+    names = torch.nonzero(drafter.t2d).flatten()
+    chain, q = DraftChain(drafter, batch), []
+    for step in range(2):
+        ((_, logits),) = list(chain.logit_chunks())
+        full = torch.zeros(len(batch.query_rows), VOCAB)
+        full[:, names] = (logits / 2.0).softmax(-1)
+        q.append(full)
+        if step == 0:
+            chain.advance(batch.chain_ids[:, 1])
+    x, first, second = batch.chain_ids[:, 1], p[batch.teacher_rows[:, 0]], p[batch.teacher_rows[:, 1]]
+    accepted = (q[0].gather(1, x[:, None]) / first.gather(1, x[:, None])).clamp(max=1).squeeze(1)
+    assert bool((accepted[whole] == 0).any()) and bool((accepted[whole] > 0).any())
+    expected = accepted * torch.minimum(second, q[1]).sum(-1)
+    assert summary["expected_min_pq"][1] == pytest.approx(float(expected[whole].mean()), rel=1e-4)
 
 
 def test_order_and_split_over_ranks_change_no_bit(target):
