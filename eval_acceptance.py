@@ -203,7 +203,7 @@ def offline(arguments: Arguments) -> dict:
                 progress.stage(name)
 
                 def tick(samples, counts, name=name, before=done, started=started):
-                    rate = sum(row[5][0] for row in counts.rows) / (time.monotonic() - started)
+                    rate = counts.positions / (time.monotonic() - started)
                     progress.update(before + samples, drafter=name, positions_per_second=rate)
 
                 counts = evaluate(drafter, target, load, records, setting, tick)
@@ -283,6 +283,7 @@ def show(arguments: Arguments, content: dict) -> None:
         draw(picture, content["offline"], f"Acceptance of drafted tokens, {data['split']} split")
     if content.get("engine"):
         report.print_table("In SGLang's engine", *report.engine_rows(content["engine"]))
+        report.print_table("In SGLang's engine, by category", *report.engine_category_rows(content["engine"]))
     if content.get("parity"):
         for line in content["parity"]["lines"]:
             print(line)

@@ -182,6 +182,7 @@ class AcceptanceCounts:
 
     num_steps: int
     rows: list[tuple] = field(default_factory=list)  # (sample key, category, source, turn, bucket, float64 [F])
+    positions: int = 0  # supervised positions counted so far, for progress lines
 
     def add(self, sample, drafted, positions, input_ids, loss_mask, target_next, draft_vocab=None,
             category=None, source=None, expected=None) -> None:  # fmt: skip
@@ -247,6 +248,7 @@ class AcceptanceCounts:
             table[:, at["expected_steps"]] = whole
             table[:, at["expected_min_pq"]] = np.where(whole, expected[0], 0.0)
             table[:, at["expected_match"]] = np.where(whole, expected[1], 0.0)
+        self.positions += len(positions)
         for group in sorted(set(zip(turn.tolist(), bucket.tolist(), strict=True))):
             chosen = (turn == group[0]) & (bucket == group[1])
             self.rows.append((sample, category, source, *group, table[chosen].sum(0)))
@@ -264,7 +266,7 @@ class AcceptanceCounts:
                 raise UserError(f"sample {min(seen & samples)} was evaluated twice, on two ranks; give it to one")
             seen |= samples
         rows = [row for counts in parts for row in counts.rows]
-        return AcceptanceCounts(self.num_steps, rows)
+        return AcceptanceCounts(self.num_steps, rows, sum(counts.positions for counts in parts))
 
     def per_sample(self, rows=None) -> np.ndarray:
         """float64 [N, F]: summed over the groups of each sample, in the order of the sample keys."""

@@ -112,6 +112,18 @@ def engine_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
     return ["drafter", "steps/topk/tokens", "batch", "tau", "step-0", *speeds, "same output"], rows
 
 
+def engine_category_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): tau of each category, a drafter and setting a column, at the first batch size."""
+    first = [run for run in runs if run["batch_size"] == runs[0]["batch_size"]]
+    names = [f"{run['name']} {run['num_steps']}/{run['topk']}/{run['draft_tokens']}" for run in first]
+    categories = sorted({category for run in first for category in run["by_category"]})
+    rows = []
+    for category in categories:
+        taus = [run["by_category"].get(category, {}).get("tau") for run in first]
+        rows.append([category, *("-" if tau is None else f"{tau:.2f}" for tau in taus)])
+    return ["tau", *names], rows
+
+
 def same_output(run: dict) -> str:
     """Share of equal greedy answers, and the largest logit gap at which two parted."""
     if run["identical_share"] is None:
@@ -158,6 +170,7 @@ def markdown(report: dict, picture: str | None) -> str:
                 parts.append(f"### {result['name']}\n\n" + markdown_table(*breakdown_rows(result)))
     if report.get("engine"):
         parts.append("### In SGLang\n\n" + markdown_table(*engine_rows(report["engine"])))
+        parts.append(markdown_table(*engine_category_rows(report["engine"])))
     if picture:
         parts.append(f"![Acceptance per step]({picture})")
     wanted = {name: v for name, v in report["versions"].items() if v}

@@ -202,6 +202,7 @@ def test_breakdown_by_position_and_labels():
     counts = score(lambda t: [99] * 3 if t < 16 else right(t), length=102, category="math", source="a.jsonl")
     other = score(right, length=12, sample=1, category="chat", source="a.jsonl")
     counts = counts.merge([other])
+    assert counts.positions == counts.summary(0)["positions"] == 110
     groups = counts.breakdown(0)
     assert groups["category"]["chat"]["step0_accuracy"] == 1
     assert groups["category"]["math"]["step0_accuracy"] == pytest.approx(84 / 100)

@@ -215,6 +215,10 @@ def test_table_of_runs():
     run = {"name": "d", "num_steps": 3, "topk": 1, "draft_tokens": 4, "batch_size": 8, "speed_up": 1.5,
            "speculative": {**figures, "tokens_per_second": 150.0}, "plain": {"tokens_per_second": 100.0},
            "identical_share": 0.5, "differences": [{"gap": 0.06}]}  # fmt: skip
+    run["by_category"] = {"math": {"tau": 2.75}, "chat": {"tau": 2.0}}
+    assert report.engine_category_rows([run]) == (["tau", "d 3/1/4"], [["chat", "2.00"], ["math", "2.75"]])
+    text = report.markdown({"engine": [run], "versions": {"torch": "2"}}, None)
+    assert "| d | 3/1/4 | 8 | 2.50 (2.00-2.75)" in text and "| math | 2.75 |" in text
     _, (row,) = report.engine_rows([run])
     assert row == ["d", "3/1/4", "8", "2.50 (2.00-2.75)", "66.7%", "100", "150", "1.50x",
                    "50.0% (parted at gaps up to 0.06)"]  # fmt: skip
