@@ -158,7 +158,10 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         drafter.compile_parts()
     optimizer = make_optimizer(drafter.parameters(), 1e-4)
     built = time.perf_counter()
-    step = GraphedStep(drafter, teacher, replace(batches[0]), STEPS, DECAY) if graph else None
+    step = None
+    if graph:
+        own = replace(batches[0], **{name: tensor.clone() for name, tensor in batches[0].tensors().items()})
+        step = GraphedStep(drafter, teacher, own, STEPS, DECAY)
     phases = {"forward": [], "backward": [], "optimizer": []}
 
     def mark():
