@@ -37,9 +37,10 @@ POINTS, LAYERS = (3, 31, 59), 61
 def write_target(folder: Path, d: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(
-        architectures=["DeepseekV3ForCausalLM"], hidden_size=d["hidden"], vocab_size=d["vocab"],
-        num_hidden_layers=LAYERS, num_attention_heads=d["heads"], num_key_value_heads=d["kv"], head_dim=d["head_dim"], rms_norm_eps=1e-5,
-        intermediate_size=d["ffn"], max_position_embeddings=32768, rope_theta=50000.0, tie_word_embeddings=False,
+        architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=LAYERS, hidden_size=d["hidden"],
+        vocab_size=d["vocab"], num_attention_heads=d["heads"], num_key_value_heads=d["kv"], head_dim=d["head_dim"],
+        intermediate_size=d["ffn"], max_position_embeddings=32768, rope_theta=50000.0, rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
     )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     save_file(

@@ -75,7 +75,7 @@ def _forward_range(
     return acc, m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own"])  # one compilation for all steps
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, rows_ptr, starts_ptr, out_ptr, lse_ptr,
     num_queries, num_keys, num_own, scale_log2,
@@ -141,7 +141,7 @@ def _queries_range(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own"])  # one compilation for all steps
 def queries_kernel(
     q_ptr, k_ptr, v_ptr, own_k_ptr, own_v_ptr, rows_ptr, starts_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     num_queries, num_keys, num_own, scale, scale_log2,
@@ -221,7 +221,7 @@ def keys_kernel(
     tl.store(dv_ptr + k_offsets, dv.to(dv_ptr.dtype.element_ty), mask=(n < num_keys)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_own"])  # one compilation for all steps
 def own_kernel(
     q_ptr, own_k_ptr, own_v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, num_queries, num_own, scale, scale_log2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -331,5 +331,18 @@ _attention.register_autograd(_backward, setup_context=_save)
 
 
 def fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts) -> torch.Tensor:
-    """The same function as common.ttt_attention.ttt_attention; the head size must be a power of two from 16 to 256."""
-    return _attention(query, keys, values, own_keys, own_values, rows, starts)[0]
+    """The same function as common.ttt_attention.ttt_attention, for heads of at most 256.
+
+    The kernels want heads of 16, 32, 64, 128 or 256: others are filled up with zeros, which changes no score but for
+    the scale, and that is undone in the query.
+    """
+    d = query.shape[-1]
+    if d > 256:
+        raise ValueError(f"heads of {d} do not fit the attention kernels (at most 256); use fused=False")
+    wide = max(16, triton.next_power_of_2(d))
+    if wide != d:
+        query = query * (wide / d) ** 0.5
+        query, keys, values, own_keys, own_values = (
+            torch.nn.functional.pad(x, (0, wide - d)) for x in (query, keys, values, own_keys, own_values)
+        )
+    return _attention(query, keys, values, own_keys, own_values, rows, starts)[0][..., :d]

@@ -6,13 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import silu, softmax
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from common import losses, ttt_attention
 from common.drafter import Drafter, DrafterConfig, ttt_loss
 from common.drafting import DraftChain, draft
 from common.errors import UserError
 from common.losses import Teacher
 from common.packing import count_positions, pack_documents, query_positions
 from common.rope import inverse_frequencies
+from common.ttt_attention import QUERIES_PER_BLOCK
 from common.vocab import build_draft_vocab, target_ids
 
 H, V, N, K = 24, 61, 37, 8
@@ -412,3 +415,33 @@ def test_packing_into_reused_buffers_leaves_nothing_behind():
     again = pack_documents([document(7, 0.5)], 4, **budgets, into=used)
     for name, tensor in fresh.tensors().items():
         assert torch.equal(again.tensors()[name], tensor), name
+
+
+class Largest(TorchDispatchMode):
+    """Most elements of any tensor made while it is active."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        made = function(*arguments, **(keywords or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_no_tensor_is_quadratic_in_tokens_or_tokens_by_vocabulary(monkeypatch):
+    drafter, teacher = make(dtype=torch.float32)
+    tokens, rows = 1500, 50
+    monkeypatch.setitem(losses.LOGITS_PER_CHUNK, "cpu", rows * 3 * N)
+    batch = pack_documents([document(tokens, 1.0)], 3)
+    batch.aux_states, batch.last_states = batch.aux_states.float(), batch.last_states.float()
+    with Largest() as largest:
+        ttt_loss(drafter, batch, teacher, 3, 0.8)[0].backward()
+    linear = tokens * max(3 * H, 4 * H, 2 * 40)  # states, layer input, FFN
+    block = 4 * QUERIES_PER_BLOCK * (tokens + 3)  # scores of one block of queries, all heads
+    assert largest.elements <= max(linear, block) < 4 * tokens * tokens / 10
+    with Largest() as largest:  # the check can fail: whole blocks are seen
+        monkeypatch.setattr(ttt_attention, "QUERIES_PER_BLOCK", tokens)
+        ttt_loss(drafter, batch, teacher, 3, 0.8)
+    assert largest.elements >= 4 * (tokens - 2) * (tokens - 2)

@@ -120,6 +120,7 @@ for lengths, steps, heads, kv, d, supervised, budgets in [
     (LENGTHS, 0, 4, 2, 16, 0.5, {}),
     (LENGTHS, 2, 4, 2, 16, 0.5, dict(tokens=333, queries=310)),
     ((3, 200, 170), 1, 3, 3, 32, 1.0, {}),
+    ((3, 40, 90), 2, 4, 2, 24, 0.5, {}),
 ]:
     error = compare_fused("cpu", torch.float32, lengths, steps, heads, kv, d, supervised, **budgets)
     print(lengths, steps, error)
