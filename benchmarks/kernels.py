@@ -125,6 +125,7 @@ def checks():
         check("clipped and skipped steps", 1e-5, skipped_step)
         return
     torch.backends.cuda.matmul.allow_tf32 = False
+    print(f"     cuBLAS adds bf16 products into float32 in place: {losses.cublas_adds_in_place(torch.device(DEVICE))}")
     check("bf16 products added into float32", 1e-5, accumulated_product)
     many = (1, 2, 7, 300, 513, 40)
     for heads, kv, d in ((64, 8, 128), (9, 3, 64), (4, 2, 32)):

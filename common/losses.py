@@ -8,6 +8,7 @@ Called by common/drafter.py. On CUDA in bf16 the row arithmetic runs in common/l
 below serves every other case and is its reference.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -95,51 +96,65 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if fused:
             from common.losses_triton import row_cross_entropy as arithmetic
         num_predicted, num_steps = slots.shape
-        compute = hidden[0].dtype
+        rows, compute = hidden[0].shape[0], hidden[0].dtype
         wide = torch.float64 if compute == torch.float64 else torch.float32
-        sums = torch.zeros(3, num_steps, dtype=wide, device=head.device)  # weighted entropy, entropy, hits
+        every = torch.cat(hidden)  # [K * C, H]
+        place = slots + rows * torch.arange(num_steps, device=slots.device)  # [R, K] rows of it
+        counted = coefficients != 0
+        # one row more, at the end, swallows the gradients of pairs that do not count
+        target_place = torch.where(counted, place, every.shape[0])
+        d_every = every.new_zeros(every.shape[0] + 1, every.shape[1]) if any(ctx.needs_input_grad[7:]) else None
         d_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[0] else None
-        d_hidden = []
-        if any(ctx.needs_input_grad[7:]):  # one row more swallows the gradients of pairs that do not count
-            d_hidden = [h.new_zeros(h.shape[0] + 1, h.shape[1]) for h in hidden]
-        spare = hidden[0].shape[0]
+        sums = torch.zeros(3, num_steps, dtype=wide, device=head.device)  # weighted entropy, entropy, hits
         weight = head.to(compute)
-        rows = max(1, min(num_predicted, LOGITS_PER_CHUNK[head.device.type] // (num_steps * head.shape[0])))
-        for first in range(0, num_predicted, rows):
-            chunk = slice(first, min(first + rows, num_predicted))
-            n = chunk.stop - chunk.start
-            x = torch.stack([h[slots[chunk, k]] for k, h in enumerate(hidden)], dim=1).view(n * num_steps, -1)
-            logits = (x @ weight.T).view(n, num_steps, -1)
+        room = LOGITS_PER_CHUNK.get(head.device.type, LOGITS_PER_CHUNK["cpu"])
+        at_once = max(1, min(num_predicted, room // (num_steps * head.shape[0])))
+        for first in range(0, num_predicted, at_once):
+            chunk = slice(first, min(first + at_once, num_predicted))
+            x = every[place[chunk].flatten()]  # [n * K, H]
+            logits = (x @ weight.T).view(-1, num_steps, head.shape[0])
             c = coefficients[chunk]
             entropy, hits, gradient = arithmetic(logits, teacher.logits(last_states[chunk]), c, predicted_ids[chunk])
-            counted = c != 0
-            entropy = torch.where(counted, entropy, 0)
-            sums += torch.stack((entropy * c, entropy, (hits & counted).to(wide))).sum(1)
-            gradient = gradient.view(n * num_steps, -1)
+            entropy = torch.where(counted[chunk], entropy, 0)
+            sums += torch.stack((entropy * c, entropy, (hits & counted[chunk]).to(wide))).sum(1)
+            gradient = gradient.view(x.shape[0], -1)
             if d_head is not None:
                 _add_product(d_head, gradient, x)
-            if d_hidden:
-                dx = (gradient @ weight).view(n, num_steps, -1)
-                for k in range(num_steps):
-                    d_hidden[k][torch.where(counted[:, k], slots[chunk, k], spare)] = dx[:, k]
-        ctx.save_for_backward(d_head, *(d[:spare] for d in d_hidden))
-        ctx.head_dtype = head.dtype
+            if d_every is not None:
+                d_every[target_place[chunk].flatten()] = gradient @ weight
+        ctx.save_for_backward(d_head, d_every)
+        ctx.head_dtype, ctx.num_steps, ctx.rows = head.dtype, num_steps, rows
         entropy, hits = sums[1].clone(), sums[2].clone()
         ctx.mark_non_differentiable(entropy, hits)
         return sums[0].sum(), entropy, hits
 
     @staticmethod
     def backward(ctx, grad_loss, _entropy, _hits):
-        d_head, *d_hidden = ctx.saved_tensors
+        d_head, d_every = ctx.saved_tensors
         if d_head is not None:
             d_head = (d_head * grad_loss).to(ctx.head_dtype)
-        d_hidden = [d * grad_loss.to(d.dtype) for d in d_hidden] or [None] * (len(ctx.needs_input_grad) - 7)
+        d_hidden = (None,) * ctx.num_steps
+        if d_every is not None:
+            d_hidden = (d_every[:-1] * grad_loss.to(d_every.dtype)).view(ctx.num_steps, ctx.rows, -1).unbind()
         return d_head, None, None, None, None, None, None, *d_hidden
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
-    """total += gradient.T @ x, accumulated in the dtype of `total` (cuBLAS adds bf16 products into float32)."""
-    if total.is_cuda and total.dtype == torch.float32 and gradient.dtype != torch.float32:
-        torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
-    else:
+    """total += gradient.T @ x, summed in the dtype of `total`: on CUDA bf16 factors go straight into float32."""
+    if not total.is_cuda or total.dtype == gradient.dtype:
         total += (gradient.T @ x).to(total.dtype)
+    elif cublas_adds_in_place(total.device):
+        torch.addmm(total, gradient.T, x, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(gradient.T, x, out_dtype=total.dtype)
+
+
+@functools.cache
+def cublas_adds_in_place(device: torch.device) -> bool:
+    """Whether this build of PyTorch adds bf16 products into a float32 tensor in place; tried once on the device."""
+    total, factor = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
