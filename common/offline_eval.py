@@ -1,8 +1,8 @@
 """Offline acceptance: runs a drafter from captured states and counts what the target would have accepted.
 
 `evaluate` is the one loop over samples; train_drafter.py calls it for its held-out evaluation and eval_acceptance.py
-for its report, so both print the same figures, bit for bit on the CPU: every sample is a batch of its own, its
-arithmetic does not depend on which others are evaluated, in which order, or on which rank.
+for its report, so both print the same figures, bit for bit on the CPU (with the same number of threads): every sample
+is a batch of its own, its arithmetic does not depend on which others are evaluated, in which order, or on which rank.
 What is counted, and how, is defined in common/acceptance.py.
 """
 

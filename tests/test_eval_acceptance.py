@@ -1,14 +1,20 @@
 """eval_acceptance.py as a person runs it, on tiny targets, shards and drafters in their real file formats."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import eval_acceptance
+from common import errors
 from common.export import export_speculators
 from tests.acceptance_fixtures import (
     VOCAB,
@@ -25,11 +31,23 @@ from tests.acceptance_fixtures import (
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def evaluate(*arguments, expect=0) -> subprocess.CompletedProcess:
+def evaluate(*arguments, expect=0) -> SimpleNamespace:
+    """The script in this process (importing torch anew for each case would take most of the time)."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["eval_acceptance.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            errors.run(eval_acceptance.main)
+    assert ended.value.code == expect, out.getvalue() + err.getvalue()
+    return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def program(*arguments) -> subprocess.CompletedProcess:
+    """A script as a person starts it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "eval_acceptance.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == expect, done.stdout + done.stderr
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -60,8 +78,8 @@ def files(tmp_path_factory):
 
 
 def test_two_drafters_side_by_side(files, tmp_path):
-    done = evaluate("--drafter", files["copying"], files["partly"], "--data", files["states"], "--split", "all",
-                    "--output", tmp_path)  # fmt: skip
+    done = program("eval_acceptance.py", "--drafter", files["copying"], files["partly"], "--data", files["states"],
+                   "--split", "all", "--output", tmp_path)  # fmt: skip
     content = json.loads((tmp_path / "report.json").read_text())
     copying, partly = content["offline"]
     assert copying["summary"]["cumulative"] == [1, 1, 1] and copying["summary"]["tau"] == 4
@@ -130,8 +148,6 @@ def test_bad_input_is_one_clear_line(files, tmp_path, changes, message):
     command = [part for key, values in {**base, **extra}.items() for part in (key, *values)]
     done = evaluate(*command, expect=2)
     assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
-    import re
-
     assert re.search(message, done.stderr), done.stderr
 
 
@@ -164,19 +180,16 @@ def test_states_that_are_not_numbers_are_left_out_and_counted(files, tmp_path):
 
 def test_figures_equal_those_of_the_training_run_bit_for_bit(files, tmp_path):
     """The drafter that training published, evaluated here on the same held-out split, against the run's own log."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     flags = {"data": files["states"], "output": tmp_path / "d", "max-steps": 6, "tokens-per-step": 256, "ttt-steps": 3,
              "draft-vocab-size": 48, "eval-fraction": 0.4, "eval-every": 3, "learning-rate": 0.02, "device": "cpu",
              "tensorboard": "False"}  # fmt: skip
     command = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    train = subprocess.run([sys.executable, str(ROOT / "train_drafter.py"), *command], capture_output=True, text=True,
-                           env=environment, timeout=300)  # fmt: skip
-    assert train.returncode == 0, train.stdout + train.stderr
+    program("train_drafter.py", *command)
     lines = [json.loads(line) for line in (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if line.get("kind") == "eval"]
     assert len(evaluations) == 2
-    evaluate("--drafter", tmp_path / "d" / "final", "--data", files["states"], "--eval-fraction", 0.4,
-             "--output", tmp_path / "o")  # fmt: skip
+    program("eval_acceptance.py", "--drafter", tmp_path / "d" / "final", "--data", files["states"],
+            "--eval-fraction", 0.4, "--output", tmp_path / "o")  # fmt: skip
     summary = json.loads((tmp_path / "o" / "report.json").read_text())["offline"][0]["summary"]
     assert 0.05 < summary["step0_accuracy"] < 1  # something was learnt, and not everything: equality says something
     different = {name for name, value in summary.items() if evaluations[-1][name] != value}
