@@ -49,8 +49,9 @@ def evaluate(
 
     drafter, target: on the same device; the target's parts should have the dtype the target computes in on a GPU and
     float32 on the CPU (`evaluation_target`). load(record) gives a `shards.Sample` (`reader.load`), or None for one that
-    the caller left out, and counted. tick(samples done, counts so far) is called after each. Samples with fewer than three tokens or nothing supervised add nothing.
-    The weights are judged as export stores them, rounded to bfloat16, also in the middle of training.
+    the caller left out, and counted. tick(samples done, counts so far) is called after each. Samples with fewer than
+    three tokens or nothing supervised add nothing. The weights are judged as export stores them, rounded to bfloat16,
+    also in the middle of training.
     """
     with rounded_weights(drafter):
         return _evaluate(drafter, target, load, records, setting, tick)
