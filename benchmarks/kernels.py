@@ -1,7 +1,7 @@
 """Check the GPU kernels against float64 on this GPU, then time their block sizes and the chunk sizes of the loss.
 
     python benchmarks/kernels.py                  # checks, then tables (about two minutes)
-    python benchmarks/kernels.py --no-tune        # checks only
+    python benchmarks/kernels.py --no-tune        # checks only; --no-checks: tables only
 
 A failed check is printed as FAIL and makes the exit status 1; timing goes on. The fastest block sizes belong into
 `settings` of common/ttt_attention_triton.py, the chunk size into LOGITS_PER_CHUNK of common/losses.py.
@@ -222,11 +222,13 @@ def tune_loss(name, budget_s):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-tune", dest="tune", action="store_false")
+    parser.add_argument("--no-checks", dest="checks", action="store_false")
     parser.add_argument("--budget", type=int, default=40, help="seconds for each table")
     options = parser.parse_args()
     device = SimpleNamespace(name="no GPU") if not torch.cuda.is_available() else torch.cuda.get_device_properties(0)
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    checks()
+    if options.checks:
+        checks()
     if options.tune and DEVICE == "cuda":
         for name, load in (("kimi", "dense"), ("smollm2", "dense"), ("kimi", "chat")):
             tune(name, load, options.budget)
