@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from multiprocessing.connection import Listener
 from pathlib import Path
 
@@ -25,7 +25,6 @@ import numpy as np
 
 from common.engine import ChildSignals, EngineDied
 from common.errors import UserError
-from common.tap import RID
 
 # A logit gap below this is a near-tie: the two ways of computing it may round differently. bf16 logits around 20 are
 # 0.125 apart; float32 ones 2e-6.
@@ -56,6 +55,7 @@ class Capture:
         self.ready: deque[int] = deque()  # both sides are there
         self.proofs: list[dict] = []
         self.rank_figures: dict[int, dict] = {}
+        self.written_by: Counter[int] = Counter()  # rank -> samples
         self.near_ties = 0
         self.committed = 0
         self.set_aside = 0
@@ -67,7 +67,9 @@ class Capture:
     async def __aenter__(self) -> "Capture":
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
+        self.rid_prefix = f"capture-{secrets.token_hex(4)}-"  # rows of an earlier session are not ours
         self.connections: dict[int, object] = {}
+        self.open_connections = 0
         self.folder = tempfile.mkdtemp(prefix="capture-")
         over_nodes = self.engine.server_args.nnodes > 1
         address = (socket.gethostname(), 0) if over_nodes else str(Path(self.folder) / "tap")
@@ -78,6 +80,7 @@ class Capture:
         settings = self.settings
         await self.rpc(
             "tap_begin",
+            rid_prefix=self.rid_prefix,
             address=self.listener.address,
             authkey=authkey.hex(),
             out=str(self.run.out),
@@ -95,19 +98,26 @@ class Capture:
         return self
 
     async def __aexit__(self, kind, error, trace):
+        """Empty the tap and commit what is complete, also after an error: those samples are as good as any."""
         self.committer.cancel()
-        dead = isinstance(self.error, EngineDied)
-        if not dead:
-            await self.rpc("tap_end")
-        if not isinstance(error, UserError) or self.records:
+        try:
+            if not isinstance(self.error, EngineDied):
+                await self.rpc("tap_end")
+            deadline = time.monotonic() + 10
+            while self.open_connections and time.monotonic() < deadline:  # records that are still on their way
+                await asyncio.sleep(0.01)
             self.commit_ready()
-        self.listener.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            self.listener.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     async def rpc(self, method: str, **parameters):
         """Call a method of the scheduler on every rank, without blocking the event loop (a rank may die meanwhile)."""
         call = self.loop.run_in_executor(None, lambda: self.engine.collective_rpc(method, **parameters))
-        await self.until(call.done)
+        while not call.done():
+            await asyncio.wait([call], timeout=0.1)
+            if isinstance(self.error, EngineDied):
+                raise self.error
         try:
             call.result()
         except AssertionError as error:
@@ -171,7 +181,7 @@ class Capture:
             )
         answers = await self.engine.async_generate(
             input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],
-            rid=[f"{RID}{sample.index}-{len(sample.input_ids)}" for sample in batch],
+            rid=[f"{self.rid_prefix}{sample.index}-{len(sample.input_ids)}" for sample in batch],
             sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
         )
         for sample, answer in zip(batch, answers, strict=True):
@@ -193,6 +203,7 @@ class Capture:
         try:
             for _ in range(self.ranks):
                 connection = self.listener.accept()
+                self.open_connections += 1
                 threading.Thread(target=self.receive, args=(connection,), daemon=True).start()
         except OSError as error:
             self.loop.call_soon_threadsafe(self.fail, error)
@@ -203,9 +214,10 @@ class Capture:
                 kind, content = connection.recv()
                 self.loop.call_soon_threadsafe(self.message, connection, kind, content)
         except (EOFError, OSError):
-            pass
-        except RuntimeError:  # the event loop is closed: the session is over
-            pass
+            self.loop.call_soon_threadsafe(self.disconnected)
+
+    def disconnected(self):
+        self.open_connections -= 1
 
     def message(self, connection, kind: str, content: dict):
         if kind == "hello":
@@ -216,6 +228,7 @@ class Capture:
             self.fail(CaptureFailed(content["reason"]) if content["known"] else RuntimeError(content["reason"]))
         elif kind in ("written", "set_aside"):
             self.rank_figures[content["rank"]] = content
+            self.written_by[content["rank"]] += 1
             self.records[content["index"]] = (kind, content)
             self.check(content["index"])
         self.wake()

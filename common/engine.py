@@ -11,6 +11,7 @@ SGLang's own reaction to a dead child, which is to kill the whole process tree.
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -145,6 +146,19 @@ def available_device() -> tuple[str, int]:
     import torch
 
     return ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", 0)
+
+
+def require_known_architecture(architecture: str) -> None:
+    """UserError unless the installed SGLang has a model class of that name. Reads its source; imports nothing."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("SGLang is not installed here; run `make setup`, or pip install -r requirements.txt")
+    models = Path(spec.submodule_search_locations[0]) / "srt" / "models"
+    if not any(f"class {architecture}(" in path.read_text(errors="replace") for path in models.glob("*.py")):
+        raise UserError(
+            f"unknown architecture {architecture}: this SGLang has no model class of that name; "
+            f"check 'architectures' in config.json, or choose a model that SGLang serves"
+        )
 
 
 def prepare_environment(device: str, tp: int) -> None:

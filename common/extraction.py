@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.capture_points import CapturePoints
 from common.conversations import hash_of, load_rows
-from common.engine import available_device, parse_engine_arguments
+from common.engine import available_device, parse_engine_arguments, require_known_architecture
 from common.errors import UserError
 from common.placement import Job, Placement, place
 from common.shard_check import bytes_per_token, plan_bytes, require_disk
@@ -35,6 +35,7 @@ def read_target(args) -> dict:
     config = load_config(folder)
     text = text_config(config)
     architecture = (config.get("architectures") or ["unknown"])[0]
+    require_known_architecture(architecture)
     layers = text["num_hidden_layers"]
     points = CapturePoints(tuple(args.capture_points), layers) if args.capture_points else CapturePoints.default(layers)
     found, gpus = available_device()
@@ -108,7 +109,7 @@ def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, pr
         supervise="last" if args.supervise == "each" else args.supervise,
         max_length=args.max_length,
         over_length=args.over_length,
-        context_length=target["context"],
+        context_length=target["context"] and target["context"] - 1,  # the engine answers with one token
         vocab_size=target["vocab_size"],
         template_kwargs=target["template_kwargs"],
         workers=args.tokenizer_workers or os.cpu_count() or 1,

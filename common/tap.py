@@ -1,36 +1,27 @@
 """The tap: code that runs inside SGLang's scheduler processes and brings hidden states from the model to the disk.
 
-    decoder layer -> forward hook -> region of the ring (common/ring.py) -> writer thread -> shard (shard_writing.py)
-                                                                                  |
-                                            a record of a few hundred bytes to the committing process (capture.py)
+    decoder layer -> forward hook, here -> region of the ring (common/ring.py) -> writer threads (common/tap_writer.py)
 
 `run_scheduler` is what the engine (common/engine.py) starts as its scheduler process; it adds three methods to the
 scheduler, called on every tensor-parallel rank through `Engine.collective_rpc`: `tap_begin`, `tap_flush`, `tap_end`.
-Between begin and end the forward hooks copy the rows of requests whose rid starts with RID. Hidden states are complete
+Between begin and end the forward hooks copy the rows of the requests of that session. Hidden states are complete
 on every rank, so rank r writes the samples with `index % tp == r`. A hook never waits for the device: copies run on a
 side stream, and only a full ring makes it wait (for the disk).
 
-Nothing is written unproven. The first batch is compared with SGLang's own EAGLE-3 capture (common/proof.py). For every
-sample, the token ids that the engine computed must be the sample's own, all states must be finite, and the token that
-follows from the stored last state goes to the committing process, which compares it with the engine's answer.
+Nothing is written unproven: the first batch is compared with SGLang's own EAGLE-3 capture (common/proof.py), and for
+every sample the token that follows from its stored last state goes to the committing process (common/capture.py), which
+compares it with the engine's answer.
 """
 
-import os
-import queue
-import threading
-import time
-import traceback
+import contextlib
 from dataclasses import dataclass
-from multiprocessing.connection import Client
 
 import torch
 
-from common.proof import FirstBatchProof, ProofFailed
+from common.proof import FirstBatchProof
 from common.ring import Ring
-from common.shard_writing import join_run, write_sample
+from common.tap_writer import Finished, Region, Writers
 
-RID = "capture-"  # rid of a captured request: capture-{index}-{tokens}
-LAST_MESSAGE_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 model = None  # the SGLang model of this process
@@ -57,7 +48,7 @@ def run_scheduler(server_args, *args, **kwargs):
 
     ModelRunner.init_aux_hidden_state_capture = remember_model
     Scheduler.tap_begin = lambda scheduler, **settings: begin(settings)
-    Scheduler.tap_flush = lambda scheduler: tap.flush()
+    Scheduler.tap_flush = lambda scheduler: tap.writers.flush()
     Scheduler.tap_end = lambda scheduler: end()
     if server_args.device == "cpu":
         use_absorbed_attention()
@@ -95,7 +86,8 @@ def end():
     global tap
     ending, tap = tap, None
     if ending is not None:
-        ending.close()
+        ending.proof.stop()
+        ending.writers.close()
 
 
 def layer_hook(config: dict):
@@ -123,17 +115,6 @@ def logits_hook(config: dict):
 
 
 @dataclass
-class Region:
-    """A piece of the ring that holds `rows` rows of all stored tensors, their token ids and their largest values."""
-
-    start: int
-    states: torch.Tensor  # [P + 1, rows, H]
-    ids: torch.Tensor  # [rows] int64, the ids that the engine computed at these rows
-    largest: torch.Tensor  # [P + 1, rows] float32, largest magnitude of the row: finite exactly when the row is
-    users: int  # samples not yet written
-
-
-@dataclass
 class Piece:
     """The rows of one request in one forward pass."""
 
@@ -150,62 +131,37 @@ class Piece:
         return self.prefix + self.rows == self.tokens
 
 
-@dataclass
-class Finished:
-    """A sample whose rows are all in host memory once `event` has happened."""
-
-    index: int
-    region: Region
-    start: int
-    tokens: int
-    own: torch.Tensor  # [3] float64: best token, second best token, logit gap between them
-    event: "torch.cuda.Event | None"
-
-
 class Tap:
     """Capture of one session on one rank: hooks fill the ring, writer threads empty it.
 
-    settings: address and authkey of the committing process; out, layout, rows_per_block; points, names (of the stored
-    tensors); hidden_size; dtype; ring_bytes; writers (threads).
+    settings: rid_prefix (of the requests to capture: {rid_prefix}{index}-{tokens}); points, names (of the stored
+    tensors); hidden_size; dtype; ring_bytes; and those of Writers.
     """
 
     def __init__(self, model, settings: dict, rank: int, ranks: int):
         self.settings, self.rank, self.ranks = settings, rank, ranks
-        self.model = model
+        self.rid_prefix = settings["rid_prefix"]
         self.dtype = DTYPES[settings["dtype"]]
         self.names = settings["names"]
         self.device = next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream() if self.on_gpu else None
         self.ring = Ring(settings["ring_bytes"], pin=self.on_gpu)
-        self.samples: dict[int, dict] = {}  # index -> what the committing process says of it
-        self.samples_changed = threading.Condition()
         self.partial: dict[int, Region] = {}  # samples of which some rows are in the ring
-        self.jobs: queue.Queue[Finished | None] = queue.Queue()
         self.in_flight: list[tuple] = []  # (event, device tensors that a copy still reads)
         self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
-        self.failed: str | None = None
         self.proof = FirstBatchProof(model, settings["points"], self.names, ranks, sum_over_ranks)
-        self.busy_seconds = 0.0
-
-        self.run_lock = join_run(settings["out"])
-        self.connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
-        self.sending = threading.Lock()
-        self.send("hello", rank=rank)
-        self.threads = [threading.Thread(target=self.receive, daemon=True, name="tap-receive")]
-        self.threads += [threading.Thread(target=self.write, daemon=True) for _ in range(settings["writers"])]
-        for thread in self.threads:
-            thread.start()
+        self.writers = Writers(settings, self.ring, rank)
 
     # -- hooks, on the scheduler's thread --
 
     def wants(self, forward_batch) -> bool:
         """Whether a forward pass carries rows to capture: prompts, not decoding steps, verification or idling."""
         return (
-            self.failed is None
+            self.writers.failed is None
             and forward_batch.rids is not None
             and forward_batch.forward_mode.is_extend_without_speculative()
-            and any(rid.startswith(RID) for rid in forward_batch.rids)
+            and any(rid.startswith(self.rid_prefix) for rid in forward_batch.rids)
         )
 
     def layer_done(self, slot: int, forward_batch, output):
@@ -227,8 +183,8 @@ class Tap:
         pieces, start = [], 0
         lengths, prefixes = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
         for request, (rid, rows, prefix) in enumerate(zip(forward_batch.rids, lengths, prefixes, strict=True)):
-            if rid.startswith(RID):
-                index, tokens = map(int, rid[len(RID) :].split("-"))
+            if rid.startswith(self.rid_prefix):
+                index, tokens = map(int, rid.removeprefix(self.rid_prefix).split("-"))
                 pieces.append(Piece(index, start, int(rows), int(prefix), tokens, request))
             start += int(rows)
         # Every rank needs the logits of every ending sample, because the head is split over ranks.
@@ -318,13 +274,14 @@ class Tap:
             if self.proof.pending:
                 aux = args[4] if len(args) > 4 else None
                 if result := self.proof.check(aux, post_norm):
-                    self.send("proof", rank=self.rank, **result)
-            own = None
-            if self.ending:
+                    self.writers.send("proof", rank=self.rank, **result)
+            ending, hidden = len(self.ending), self.settings["hidden_size"]
+            host_own = torch.empty(ending, 3, dtype=torch.float64, pin_memory=self.on_gpu)
+            host_last = torch.empty(ending, hidden, dtype=self.dtype, pin_memory=self.on_gpu)
+            if ending:
                 own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))  # [B, 3]
-            host_own = torch.empty(len(self.ending), 3, dtype=torch.float64, pin_memory=self.on_gpu)
-            if own is not None:
                 self.copy(own, host_own, 0)
+                self.copy(self.last_rows.to(self.dtype), host_last, 0)
             event = None
             if self.on_gpu:
                 event = torch.cuda.Event()
@@ -335,130 +292,18 @@ class Tap:
                 if piece.index % self.ranks != self.rank:
                     continue
                 self.partial.pop(piece.index, None)
-                start = piece.region_start
-                self.jobs.put(Finished(piece.index, piece.region, start, piece.tokens, host_own[number], event))
+                own, last = host_own[number], host_last[number]
+                region, start = piece.region, piece.region_start
+                self.writers.jobs.put(Finished(piece.index, region, start, piece.tokens, own, last, event))
             self.batch = None
 
+    @contextlib.contextmanager
     def failures_reported(self):
-        return _Reported(self)
-
-    # -- writer threads --
-
-    def write(self):
-        while (job := self.jobs.get()) is not None:
-            try:
-                if self.failed is None:
-                    began = time.monotonic()
-                    self.write_one(job)
-                    self.busy_seconds += time.monotonic() - began
-            except BaseException as error:  # noqa: B036 (a writer must never die in silence)
-                self.fail(error)
-            finally:
-                self.release(job.region)
-                self.jobs.task_done()
-        self.jobs.task_done()
-
-    def write_one(self, job: Finished):
-        sample = self.sample(job.index)
-        if job.event is not None:
-            job.event.synchronize()
-        rows = slice(job.start, job.start + job.tokens)
-        ids = job.region.ids[rows]  # [L]
-        if not torch.equal(ids, torch.from_numpy(sample["input_ids"])):
-            raise ProofFailed(
-                f"sample {job.index}: the engine computed these rows for other token ids than the sample's own; "
-                f"likely cause: rows of two samples were swapped"
-            )
-        if problem := not_finite(job.region.largest[:, rows], job.region.states[:, rows], self.names):
-            self.send("set_aside", index=job.index, reason=problem, **self.figures())
-            return
-        states = [state[rows] for state in job.region.states.unbind(0)]  # P + 1 times [L, H]
-        settings = self.settings
-        written = write_sample(
-            settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"], settings["rows_per_block"]
-        )
-        best, second, gap = job.own.tolist()
-        own = {"token": int(best), "second": int(second), "gap": gap}
-        self.send("written", index=job.index, bytes=written.bytes, xxh3=written.xxh3, own=own, **self.figures())
-
-    def release(self, region: Region):
-        with self.sending:
-            region.users -= 1
-            last = region.users == 0
-        if last:
-            self.ring.release(region.start)
-
-    def figures(self) -> dict:
-        ring = self.ring
-        return {"rank": self.rank, "stalled_seconds": ring.stalled_seconds, "ring_peak_bytes": ring.peak_bytes}
-
-    # -- the committing process --
-
-    def receive(self):
-        """Take descriptions of samples: {index, input_ids [L] int64, loss_mask [L] int64}."""
+        """An exception in a hook goes to the committing process, instead of killing the engine."""
         try:
-            while True:
-                sample = self.connection.recv()
-                with self.samples_changed:
-                    self.samples[sample["index"]] = sample
-                    self.samples_changed.notify_all()
-        except (EOFError, OSError):
-            pass
-
-    def sample(self, index: int) -> dict:
-        with self.samples_changed:
-            if not self.samples_changed.wait_for(lambda: index in self.samples, LAST_MESSAGE_SECONDS):
-                raise RuntimeError(f"sample {index} was computed but never described to rank {self.rank}")
-            return self.samples.pop(index)
-
-    def send(self, kind: str, **content):
-        with self.sending:
-            self.connection.send((kind, content))
-
-    def fail(self, error: BaseException):
-        """Stop capturing and tell the committing process; the engine itself goes on, so that it can be shut down."""
-        if self.failed is not None:
-            return
-        self.failed = f"{type(error).__name__}: {error}"
-        traceback.print_exception(error)
-        known = isinstance(error, ProofFailed) or type(error).__module__ == "common.errors"
-        known = known or type(error).__name__ == "DiskFull"
-        self.ring.close()
-        try:
-            self.send("failed", reason=str(error) if known else self.failed, known=known, rank=self.rank)
-        except OSError:
-            pass
-
-    def flush(self):
-        """Wait until every complete sample has been written."""
-        self.jobs.join()
-
-    def close(self):
-        self.flush()
-        for _ in range(self.settings["writers"]):
-            self.jobs.put(None)
-        self.ring.close()
-        self.proof.stop()
-        self.send("bye", **self.figures())
-        self.connection.close()
-        os.close(self.run_lock)
-
-
-class _Reported:
-    """Context: an exception in a hook is reported to the committing process instead of killing the engine."""
-
-    def __init__(self, owner: Tap):
-        self.owner = owner
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if error is not None and isinstance(error, Exception):
-            self.owner.fail(error)
-            return True
-        return False
-
+            yield
+        except Exception as error:
+            self.writers.fail(error)
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -506,13 +351,3 @@ def own_tokens(logits_processor, lm_head, normed: torch.Tensor) -> torch.Tensor:
     values, tokens = logits.topk(2, dim=-1)
     gap = (values[:, 0] - values[:, 1]).double()
     return torch.stack([tokens[:, 0].double(), tokens[:, 1].double(), gap], dim=-1)
-
-
-def not_finite(largest: torch.Tensor, states: torch.Tensor, names: list[str]) -> str | None:
-    """Where a sample has NaN or Inf, in words; `largest` [P + 1, L] is finite exactly where all of a row is."""
-    bad = ~largest.isfinite()
-    if not bad.any():
-        return None
-    slot, row = bad.nonzero()[0].tolist()
-    kind = "NaN" if states[slot, row].isnan().any() else "Inf"
-    return f"{kind} at {names[slot]}, row {row}"

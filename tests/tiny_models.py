@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCAB = 512
 
 
-def llama(folder: Path, layers: int = 61) -> Path:
+def llama(folder: Path, layers: int = 61, vocab: int = VOCAB) -> Path:
     config = AutoConfig.for_model(
-        "llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
+        "llama", vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
         bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     )

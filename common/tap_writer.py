@@ -1,0 +1,186 @@
+"""The writing half of the tap: complete samples from the ring to the disk, records to the committing process.
+
+    ring (common/ring.py) -> writer threads, here -> shards (shard_writing.py)
+                                     |
+                     records of a few hundred bytes to common/capture.py, which commits them
+
+Runs in each scheduler process, made by common/tap.py. A sample is written only when the token ids that the engine
+computed are its own, all its states are finite (otherwise it is set aside), and its last state is bit by bit the one
+that its own token was computed from.
+"""
+
+import os
+import queue
+import socket
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+
+import torch
+
+from common.errors import UserError
+from common.proof import ProofFailed
+from common.ring import Ring
+from common.shard_writing import join_run, write_sample
+
+DESCRIPTION_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
+
+
+@dataclass
+class Region:
+    """A piece of the ring that holds `rows` rows of all stored tensors, their token ids and their largest values."""
+
+    start: int
+    states: torch.Tensor  # [P + 1, rows, H]
+    ids: torch.Tensor  # [rows] int64, the ids that the engine computed at these rows
+    largest: torch.Tensor  # [P + 1, rows] float32, largest magnitude of the row: finite exactly when the row is
+    users: int  # samples not yet written
+
+
+@dataclass
+class Finished:
+    """A sample whose rows are all in host memory once `event` has happened."""
+
+    index: int
+    region: Region
+    start: int
+    tokens: int
+    own: torch.Tensor  # [3] float64: best token, second best token, logit gap between them
+    last: torch.Tensor  # [H], the last state that this token was computed from
+    event: "torch.cuda.Event | None"
+
+
+class Writers:
+    """Writer threads of one rank and their connection to the committing process.
+
+    settings: address and authkey of that process; out, layout, rows_per_block; names of the stored tensors; writers
+    (threads). `failed` is set by the first error; from then on samples are dropped, so that nothing waits for ever.
+    """
+
+    def __init__(self, settings: dict, ring: Ring, rank: int):
+        self.settings, self.ring, self.rank = settings, ring, rank
+        self.names = settings["names"]
+        self.samples: dict[int, dict] = {}  # index -> what the committing process says of it
+        self.samples_changed = threading.Condition()
+        self.jobs: queue.Queue[Finished | None] = queue.Queue()
+        self.failed: str | None = None
+        self.run_lock = join_run(settings["out"])
+        self.connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
+        self.lock = threading.Lock()  # of the connection and of the regions' users
+        self.send("hello", rank=rank)
+        threading.Thread(target=self.receive, daemon=True, name="tap-receive").start()
+        for number in range(settings["writers"]):
+            threading.Thread(target=self.write, daemon=True, name=f"tap-write-{number}").start()
+
+    def write(self):
+        while (job := self.jobs.get()) is not None:
+            try:
+                if self.failed is None:
+                    self.write_one(job)
+            except BaseException as error:  # noqa: B036 (a writer must never die in silence)
+                self.fail(error)
+            finally:
+                self.release(job.region)
+                self.jobs.task_done()
+        self.jobs.task_done()
+
+    def write_one(self, job: Finished):
+        sample = self.sample(job.index)
+        if job.event is not None:
+            job.event.synchronize()
+        rows = slice(job.start, job.start + job.tokens)
+        ids = job.region.ids[rows]  # [L]
+        if not torch.equal(ids, torch.from_numpy(sample["input_ids"])):
+            raise ProofFailed(
+                f"sample {job.index}: the engine computed these rows for other token ids than the sample's own; "
+                f"likely cause: rows of two samples were swapped"
+            )
+        if problem := not_finite(job.region.largest[:, rows], job.region.states[:, rows], self.names):
+            self.send("set_aside", index=job.index, reason=problem, **self.figures())
+            return
+        states = [state[rows] for state in job.region.states.unbind(0)]  # P + 1 times [L, H]
+        if not torch.equal(states[-1][-1], job.last):
+            raise ProofFailed(
+                f"sample {job.index}: the last state in host memory is not the one that its own token was computed "
+                f"from; likely cause: states of two samples were swapped on their way"
+            )
+        settings = self.settings
+        written = write_sample(
+            settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"], settings["rows_per_block"]
+        )
+        best, second, gap = job.own.tolist()
+        own = {"token": int(best), "second": int(second), "gap": gap}
+        self.send("written", index=job.index, bytes=written.bytes, xxh3=written.xxh3, own=own, **self.figures())
+
+    def release(self, region: Region):
+        with self.lock:
+            region.users -= 1
+            last = region.users == 0
+        if last:
+            self.ring.release(region.start)
+
+    def figures(self) -> dict:
+        ring = self.ring
+        return {"rank": self.rank, "stalled_seconds": ring.stalled_seconds, "ring_peak_bytes": ring.peak_bytes}
+
+    # -- the committing process --
+
+    def receive(self):
+        """Take descriptions of samples: {index, input_ids [L] int64, loss_mask [L] int64}."""
+        try:
+            while True:
+                sample = self.connection.recv()
+                with self.samples_changed:
+                    self.samples[sample["index"]] = sample
+                    self.samples_changed.notify_all()
+        except (EOFError, OSError):
+            pass
+
+    def sample(self, index: int) -> dict:
+        with self.samples_changed:
+            if not self.samples_changed.wait_for(lambda: index in self.samples, DESCRIPTION_SECONDS):
+                raise RuntimeError(f"sample {index} was computed but never described to rank {self.rank}")
+            return self.samples.pop(index)
+
+    def send(self, kind: str, **content):
+        with self.lock:
+            self.connection.send((kind, content))
+
+    def fail(self, error: BaseException):
+        """Stop capturing and tell the committing process; the engine itself goes on, so that it can be shut down."""
+        if self.failed is not None:
+            return
+        self.failed = f"{type(error).__name__}: {error}"
+        traceback.print_exception(error)
+        known = isinstance(error, ProofFailed | UserError)
+        self.ring.close()
+        try:
+            self.send("failed", reason=str(error) if known else self.failed, known=known, rank=self.rank)
+        except OSError:
+            pass
+
+    def flush(self):
+        """Wait until every complete sample has been written."""
+        self.jobs.join()
+
+    def close(self):
+        """Write what is complete, then let go of the threads, the connection and the directory."""
+        self.flush()
+        for _ in range(self.settings["writers"]):
+            self.jobs.put(None)
+        self.ring.close()
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)  # closing alone leaves it open as long as `receive` waits in it
+        self.connection.close()
+        os.close(self.run_lock)
+
+
+def not_finite(largest: torch.Tensor, states: torch.Tensor, names: list[str]) -> str | None:
+    """Where a sample has NaN or Inf, in words; `largest` [P + 1, L] is finite exactly where all of a row is."""
+    bad = ~largest.isfinite()
+    if not bad.any():
+        return None
+    slot, row = bad.nonzero()[0].tolist()
+    kind = "NaN" if states[slot, row].isnan().any() else "Inf"
+    return f"{kind} at {names[slot]}, row {row}"

@@ -1,0 +1,105 @@
+"""What the engine tests share: starting a real engine on the CPU, capturing samples with it, and the reference states.
+
+The reference is transformers on the same checkpoint in float32: `hidden_states[k]` for the capture points, and the
+output of the last decoder layer, before the final norm, for the last state.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+import faults
+from common import tap
+from common.capture import Capture
+from common.capture_points import CapturePoints
+from common.engine import EngineSettings, start_engine
+from common.shard_run import RunDirectory
+from common.shards import ShardReader
+
+
+@dataclass
+class TestSample:
+    """What Capture.take needs to know of a sample."""
+
+    __test__ = False
+    index: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    row_hash: str
+    source: str = "test"
+    category: str | None = None
+
+
+def samples_of(lengths, seed=0, vocab=512, first=0) -> list[TestSample]:
+    """Random prompts of these lengths; ids from 100 on, so that faults can use smaller ones as marks."""
+    rng = np.random.default_rng(seed)
+    return [
+        TestSample(first + i, rng.integers(100, vocab, length), np.ones(length, np.int64), f"row-{first + i}")
+        for i, length in enumerate(lengths)
+    ]
+
+
+def start(folder: Path, points: CapturePoints, log: Path, tp: int = 1, chunk_tokens: int = 2048):
+    """A real engine in float32 on the CPU, with tests/faults.py in its schedulers."""
+    real, tap.run_scheduler = tap.run_scheduler, faults.run_scheduler
+    try:
+        settings = EngineSettings(str(folder), points, device="cpu", dtype="float32", tp=tp, chunk_tokens=chunk_tokens)
+        return start_engine(settings, log)
+    finally:
+        tap.run_scheduler = real
+
+
+def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1", hidden=64, ring_bytes=64 << 20,
+            writers=2, tokens_in_flight=8192):
+    """Capture `samples` into `out` and return (Capture, ShardReader or None)."""
+    run = RunDirectory(out, {"model": "test"}, rows=max(sample.index for sample in samples) + 1, layout=layout)
+    settings = {
+        "hidden_size": hidden, "dtype": dtype, "model_dtype": "float32", "ring_bytes": ring_bytes, "writers": writers,
+        "tokens_in_flight": tokens_in_flight,
+    }  # fmt: skip
+
+    async def go():
+        async with Capture(engine, run, points, settings) as session:
+            await session.take(samples)
+        return session
+
+    try:
+        session = engine.loop.run_until_complete(go())
+        run.finish()
+    finally:
+        run.close()
+    return session, ShardReader(out) if run.committed else None
+
+
+class Reference:
+    """States of the same checkpoint by transformers, float32."""
+
+    def __init__(self, folder: Path, points: CapturePoints):
+        self.points = points
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    @torch.no_grad()
+    def states(self, input_ids) -> list[torch.Tensor]:
+        """P + 1 tensors [L, H]: the points in order, the last state at the end."""
+        last = {}
+
+        def keep(module, args, output):
+            last["state"] = output[0] if isinstance(output, tuple) else output
+
+        handle = self.model.model.layers[-1].register_forward_hook(keep)
+        try:
+            ids = torch.as_tensor(np.asarray(input_ids))[None]
+            output = self.model(ids, output_hidden_states=True)
+        finally:
+            handle.remove()
+        length = ids.shape[1]
+        states = [output.hidden_states[point] for point in self.points.points] + [last["state"]]
+        return [state.reshape(length, -1) for state in states]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected|| over the whole tensor."""
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()

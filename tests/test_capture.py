@@ -1,0 +1,179 @@
+"""Capture with the real engine, one engine for the whole file: right against transformers, in any batch, and each way
+of being wrong is seen and named. The target is a 61-layer Llama with random weights, points 3/31/59."""
+
+import json
+
+import psutil
+import pytest
+import torch
+
+import engine_helpers as helpers
+import faults
+import tiny_models
+from common.capture import CaptureFailed
+from common.capture_points import CapturePoints
+from common.engine import stop_engine
+from common.shard_check import verify
+from common.shards import read_log
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = [37, 64, 5, 1, 120, 16, 2, 33, 17, 90, 15, 48, 3, 70, 31, 10]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def points():
+    return CapturePoints((3, 31, 59), 61)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder, points, tmp_path_factory):
+    engine = helpers.start(folder, points, tmp_path_factory.mktemp("logs") / "engine.log")
+    yield engine
+    stop_engine(engine)
+
+
+@pytest.fixture(scope="module")
+def reference(folder, points):
+    return helpers.Reference(folder, points)
+
+
+@pytest.fixture
+def fault(engine):
+    """Switch a fault of tests/faults.py on; it is off again after the test."""
+    yield lambda name: engine.collective_rpc("set_fault", name=name)
+    engine.collective_rpc("set_fault", name="none")
+
+
+def test_states_equal_those_of_transformers(engine, points, reference, tmp_path):
+    samples = helpers.samples_of(LENGTHS)
+    _, exact = helpers.capture(engine, tmp_path / "float32", samples, points)
+    _, rounded = helpers.capture(engine, tmp_path / "bfloat16", samples, points, dtype="bfloat16")
+    same = total = 0
+    for sample, record, rounded_record in zip(samples, exact.records, rounded.records, strict=True):
+        expected = reference.states(sample.input_ids)
+        stored = exact.load(record)
+        assert stored.input_ids.tolist() == sample.input_ids.tolist()
+        for name, state, want in zip(points.names(), stored.states, expected, strict=True):
+            assert helpers.relative_error(state, want) <= TOLERANCE, (sample.index, name)
+        for state, want in zip(rounded.load(rounded_record).states, expected, strict=True):
+            assert state.dtype == torch.bfloat16
+            same += (state == want.to(torch.bfloat16)).sum().item()
+            total += want.numel()
+    assert same / total >= 0.99
+
+
+def test_a_shifted_point_would_not_pass_for_rounding(points, reference):
+    """The comparison above can fail: the states one layer further are far outside its tolerance."""
+    ids = helpers.samples_of([64])[0].input_ids
+    right = reference.states(ids)
+    shifted = helpers.Reference.__new__(helpers.Reference)
+    shifted.model, shifted.points = reference.model, CapturePoints((4, 32, 60), 61)
+    for state, other in zip(right[:3], shifted.states(ids)[:3], strict=True):
+        assert helpers.relative_error(other, state) > 1000 * TOLERANCE
+
+
+def test_a_sample_is_the_same_alone_in_a_batch_and_in_chunks(engine, points, tmp_path):
+    samples = helpers.samples_of(LENGTHS, seed=1)
+    _, together = helpers.capture(engine, tmp_path / "together", samples, points)
+    _, alone = helpers.capture(engine, tmp_path / "alone", samples, points, tokens_in_flight=1)
+    engine.collective_rpc("set_chunk", tokens=16)
+    try:
+        _, chunked = helpers.capture(engine, tmp_path / "chunked", samples, points)
+    finally:
+        engine.collective_rpc("set_chunk", tokens=2048)
+    for sample, first, second, third in zip(
+        samples, together.records, alone.records, chunked.records, strict=True
+    ):
+        one = together.load(first)
+        assert one.input_ids.tolist() == sample.input_ids.tolist()
+        for other in (alone.load(second), chunked.load(third)):
+            assert other.input_ids.tolist() == sample.input_ids.tolist()
+            for name, state, want in zip(points.names(), other.states, one.states, strict=True):
+                assert helpers.relative_error(state, want) <= TOLERANCE, (sample.index, name)
+
+
+def test_both_self_checks_are_recorded(engine, points, tmp_path):
+    session, _ = helpers.capture(engine, tmp_path, helpers.samples_of([9, 8, 7]), points)
+    checks = session.self_checks()
+    assert checks["own_token"] == {"checked": 3, "near_ties": 0, "mismatches": 0}
+    (proof,) = checks["first_batch"]
+    assert set(proof["bit_equal"].values()) == {1.0}
+    assert min(proof["neighbour_error"].values()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("shifted", "point 3 is really point 4: shifted by +1 layer"),
+        ("shifted_last", "last state is really point 60: shifted by -1 layer"),
+        ("normed", "already normed"),
+        ("normed_after_proof", "the stored last state gives token"),
+        ("swapped", "rows of two samples were swapped"),
+        ("swapped_states", "states of two samples were swapped"),
+        ("hook", "size of tensor"),
+    ],
+)
+def test_a_wrong_capture_stops_and_names_the_cause(engine, points, fault, tmp_path, name, cause):
+    fault(name)
+    samples = helpers.samples_of([12] * 12)
+    with pytest.raises((CaptureFailed, RuntimeError), match=cause.replace("+", r"\+")):
+        helpers.capture(engine, tmp_path, samples, points)
+    fault("none")
+    session, reader = helpers.capture(engine, tmp_path, samples_left(tmp_path, samples), points)
+    assert session.committed and len(reader.records) == 12 and verify(tmp_path).clean
+
+
+def samples_left(out, samples):
+    done = {e["index"] for log in out.glob("rows_*/manifest.jsonl") for e in read_log(log).entries}
+    return [sample for sample in samples if sample.index not in done]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("nan", "NaN"), ("inf", "Inf")])
+def test_a_state_that_is_not_finite_is_set_aside_and_the_run_goes_on(engine, points, fault, tmp_path, name, kind):
+    samples = helpers.samples_of([20, 21, 22, 23, 24])
+    samples[2].input_ids[13] = faults.NAN_TOKEN
+    fault(name)
+    session, reader = helpers.capture(engine, tmp_path, samples, points)
+    assert [record.index for record in reader.records] == [0, 1, 3, 4]
+    entries = read_log(tmp_path / "rows_0-2000" / "manifest.jsonl").latest()
+    assert entries[2]["status"] == "set_aside"
+    assert entries[2]["reason"] == f"{kind} at point 31, row 13"
+    assert session.set_aside == 1
+    assert not list(tmp_path.rglob("data_2.pt"))
+
+
+def test_a_full_ring_holds_the_engine_back_and_memory_does_not_grow(engine, points, fault, tmp_path):
+    """A slow disk: the ring stays within its bound and is reported as stalled; ten times the samples, same memory."""
+    ring = 1 << 20  # bytes; a sample of 64 tokens takes 67 kB, a forward pass of 256 tokens 268 kB
+    scheduler = psutil.Process(engine.get_all_child_pids()[0])
+    engine.collective_rpc("set_chunk", tokens=256)
+    try:
+        fault("slow_disk")
+        few, _ = helpers.capture(engine, tmp_path / "few", helpers.samples_of([64] * 30), points, ring_bytes=ring)
+        assert few.stalled_seconds() > 0.5 and few.rank_figures[0]["ring_peak_bytes"] <= ring
+        fault("none")
+        peaks = []
+        for count in (30, 300):
+            helpers.capture(engine, tmp_path / str(count), helpers.samples_of([64] * count), points, ring_bytes=ring)
+            peaks.append(scheduler.memory_info().rss)
+    finally:
+        engine.collective_rpc("set_chunk", tokens=2048)
+    captured = 300 * 64 * 4 * 64 * 4  # bytes of states
+    assert peaks[1] - peaks[0] < captured / 4, "the scheduler grew by a quarter of what it has captured"
+
+
+def test_arrow_layout_holds_the_same_states(engine, points, tmp_path):
+    samples = helpers.samples_of([30, 12, 50], seed=3)
+    _, v1 = helpers.capture(engine, tmp_path / "v1", samples, points)
+    _, arrow = helpers.capture(engine, tmp_path / "arrow", samples, points, layout="arrow")
+    for first, second in zip(v1.records, arrow.records, strict=True):
+        for one, other in zip(v1.load(first).states, arrow.load(second).states, strict=True):
+            assert helpers.relative_error(other, one) <= TOLERANCE
+    assert json.loads((tmp_path / "arrow" / "dataset.json").read_text())["layout"] == "arrow"

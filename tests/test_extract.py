@@ -1,0 +1,274 @@
+"""extract.py as a person runs it: real processes, really killed; replicas, tensor parallelism, answers by the target.
+
+The target is an 8-layer Llama with random weights (tests/conftest.py). Each test says how many engines it starts.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from common.shards import ShardReader, read_log
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = 400
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """400 tokenised rows of 10 to 60 tokens; row 7 has nothing supervised."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for index in range(ROWS):
+            length = int(rng.integers(10, 60))
+            mask = [0] * length if index == 7 else [0] * 4 + [1] * (length - 4)
+            row = {"input_ids": rng.integers(100, 49000, length).tolist(), "loss_mask": mask}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+class Run:
+    """One start of extract.py, with its output in a file."""
+
+    def __init__(self, log: Path, *arguments, launcher=(sys.executable,)):
+        self.log = log
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                [*launcher, str(ROOT / "extract.py"), *map(str, arguments)], stdout=file, stderr=file, cwd=ROOT,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def wait_until(self, condition, seconds=240):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.02)
+
+    def finish(self, seconds=400) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self):
+        for process in [*self.family(), psutil.Process(self.process.pid)]:
+            process.kill()
+
+    def text(self) -> str:
+        return self.log.read_text()[-4000:]
+
+
+def committed(out: Path) -> dict[int, dict]:
+    entries = [entry for log in out.glob("rows_*/manifest.jsonl") for entry in read_log(log).entries]
+    assert len(entries) == len({entry["index"] for entry in entries}), "a row was committed twice"
+    return {entry["index"]: entry for entry in entries}
+
+
+def gone(family) -> bool:
+    return not psutil.wait_procs(family, timeout=30)[1]
+
+
+def scheduler_of(family, rank: int | None = None) -> psutil.Process:
+    title = "sglang::scheduler" + (f"_TP{rank}" if rank is not None else "")
+    return next(process for process in family if " ".join(process.cmdline()).startswith(title))
+
+
+def facts(entries: dict[int, dict]) -> dict[int, tuple]:
+    """What must not depend on how often a run was killed."""
+    keys = ("status", "tokens", "supervised", "bytes", "row_hash", "source")
+    return {index: tuple(entry[key] for key in keys) for index, entry in entries.items()}
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(small_target, rows, tmp_path):
+    """Kills of the main process and of the scheduler, Ctrl-C, and damage between two runs. Six engines."""
+    calm, wild = tmp_path / "calm", tmp_path / "wild"
+    arguments = ["--model", small_target, "--data", rows, "--chunk-tokens", 64, "--ring-gb", 0.05]
+    run = Run(tmp_path / "calm.log", *arguments, "--output", calm)
+    assert run.finish() == 0, run.text()
+    undisturbed = committed(calm)
+    assert set(undisturbed) == set(range(ROWS)) - {7}
+
+    again = [*arguments, "--output", wild]
+    run = Run(tmp_path / "wild.log", *again)
+    run.wait_until(lambda: len(committed(wild)) >= 20)
+    family = run.family()
+    run.process.send_signal(signal.SIGKILL)
+    assert gone(family), "children outlived a killed main process"
+
+    run = Run(tmp_path / "wild.log", *again)
+    run.wait_until(lambda: len(committed(wild)) >= 120)
+    family = run.family()
+    scheduler_of(family).kill()
+    assert run.finish(60) not in (0, None)
+    assert "a process of the engine died" in run.text() and "The same command goes on" in run.text()
+    assert gone(family)
+
+    before = len(committed(wild))
+    run = Run(tmp_path / "wild.log", *again)
+    run.wait_until(lambda: len(committed(wild)) >= before + 40)
+    family = run.family()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it: to every process of the group
+    assert run.finish(60) == 130, run.text()
+    assert "samples are safe" in run.text() and gone(family)
+
+    log = wild / "rows_0-2000" / "manifest.jsonl"
+    names = [wild / "rows_0-2000" / f"data_{index}.pt" for index in sorted(committed(wild))[:4]]
+    names[0].write_bytes(names[0].read_bytes()[:-100])  # truncated
+    flipped = bytearray(names[1].read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    names[1].write_bytes(flipped)
+    names[2].unlink()
+    with log.open("ab") as file:
+        file.write(b'{"index": 3')  # a line cut in half
+    (wild / "rows_0-2000" / ".data_9.pt.gone-1-1.tmp").write_bytes(b"unfinished")
+    look = [sys.executable, str(ROOT / "extract.py"), "--verify", str(wild)]
+    found = subprocess.run([*look, "--json"], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 1
+    report = json.loads(found.stdout)
+    assert [name.split("/")[1].split(":")[0] for name in report["damaged"]] == [name.name for name in names[:3]]
+    assert report["half_lines"] and report["stale_temporaries"]
+    subprocess.run([*look, "--repair"], capture_output=True, cwd=ROOT)
+
+    run = Run(tmp_path / "wild.log", *again)
+    assert run.finish() == 0, run.text()
+    assert facts(committed(wild)) == facts(undisturbed)
+    assert subprocess.run(look, capture_output=True, cwd=ROOT).returncode == 0
+    for one, other in zip(ShardReader(calm).records, ShardReader(wild).records, strict=True):
+        for want, state in zip(ShardReader(calm).load(one).states, ShardReader(wild).load(other).states, strict=True):
+            assert (want.float() - state.float()).norm() <= 1e-2 * want.float().norm()
+    status = [sys.executable, str(ROOT / "extract.py"), "--status", str(wild), "--json"]
+    report = json.loads(subprocess.run(status, capture_output=True, text=True, cwd=ROOT).stdout)
+    assert (report["committed"], report["skipped"], report["missing"]) == (ROWS - 1, 1, 0)
+    assert report["skips_by_reason"] == {"nothing supervised": 1}
+
+
+def test_the_log_speaks_from_the_first_second_on(small_target, rows, tmp_path):
+    """Redirected output is flushed at once and never silent for long; SGLang's own goes elsewhere. One engine."""
+    run = Run(tmp_path / "log", "--model", small_target, "--data", rows, "--limit", 5, "--output", tmp_path / "out")
+    started = time.monotonic()
+    run.wait_until(lambda: "[extract]" in run.text())
+    waited_for_first_line = time.monotonic() - started
+    sizes = []
+    while run.process.poll() is None:
+        sizes.append((time.monotonic(), len(run.text())))
+        time.sleep(0.2)
+    assert run.process.returncode == 0, run.text()
+    changes = [sizes[0][0]] + [b[0] for a, b in zip(sizes, sizes[1:], strict=False) if b[1] != a[1]]
+    assert max(b - a for a, b in zip(changes, changes[1:], strict=False)) < 8.0
+    assert waited_for_first_line < 30  # imports on a busy machine; the first line itself is immediate
+    assert "Prefill batch" not in run.text()
+    assert "Prefill batch" in (tmp_path / "out" / "logs" / "engine-0-0.log").read_text()
+    beat = json.loads((tmp_path / "out" / "heartbeat.json").read_text())
+    assert beat["state"] == "closed" and beat["done"] == 5
+
+
+def test_two_replicas_share_the_rows(small_target, rows, tmp_path):
+    """torchrun with two processes on the CPU. Two engines at once."""
+    out = tmp_path / "out"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    arguments = ("--model", small_target, "--data", rows, "--limit", 64, "--output", out, "--ring-gb", 0.2)
+    run = Run(tmp_path / "log", *arguments, launcher=launcher)
+    assert run.finish() == 0, run.text()
+    assert set(committed(out)) == set(range(64)) - {7}
+    info = json.loads((out / "dataset.json").read_text())
+    assert info["rows_per_block"] == 8 and len(info["run"]["self_checks"]) == 2
+    checked = [check["own_token"]["checked"] for check in info["run"]["self_checks"]]
+    assert sum(checked) == 63 and min(checked) >= 16
+    lengths = json.loads((out / "sample_lengths.json").read_text())
+    assert lengths == {str(index): entry["tokens"] for index, entry in sorted(committed(out).items())}
+    assert "64/63" not in run.text() and "63/63" in run.text()
+
+
+def test_a_killed_rank_leaves_a_directory_that_resumes(small_target, rows, tmp_path):
+    """Tensor parallelism over two ranks; one is killed; another degree of parallelism finishes. Two engines."""
+    out = tmp_path / "out"
+    arguments = ["--model", small_target, "--data", rows, "--limit", 200, "--output", out]
+    arguments += ["--chunk-tokens", 64, "--ring-gb", 0.05]
+    run = Run(tmp_path / "log", *arguments, "--tp", 2)
+    run.wait_until(lambda: len(committed(out)) >= 20)
+    family = run.family()
+    scheduler_of(family, rank=1).kill()
+    assert run.finish(90) not in (0, None)
+    assert "samples are safe" in run.text() and gone(family)
+    before = committed(out)
+    run = Run(tmp_path / "log", *arguments)
+    assert run.finish() == 0, run.text()
+    after = committed(out)
+    assert set(after) == set(range(200)) - {7}
+    assert all(after[index] == entry for index, entry in before.items())
+
+
+def test_a_disk_that_fills_up_stops_the_run_cleanly(small_target, rows, tmp_path):
+    """A tmpfs of a few megabytes, made larger for the second run. Two engines."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
+    try:
+        out = disk / "out"
+        arguments = ["--model", small_target, "--data", rows, "--output", out, "--chunk-tokens", 64, "--ring-gb", 0.05]
+        run = Run(tmp_path / "log", *arguments)
+        assert run.finish() == 2 and "--force" in run.text(), run.text()
+        assert not (out / "logs").exists(), "an engine was started for a disk that cannot hold the states"
+        run = Run(tmp_path / "log", *arguments, "--force")
+        assert run.finish() == 2, run.text()
+        assert "the disk is full" in run.text() and "The same command goes on" in run.text()
+        assert 0 < len(committed(out)) < ROWS - 1
+        assert not list(out.rglob("*.tmp")), "a partial shard was left behind"
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        run = Run(tmp_path / "log", *arguments)
+        assert run.finish() == 0, run.text()
+        assert set(committed(out)) == set(range(ROWS)) - {7}
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_the_target_answers_first(small_target, tmp_path):
+    """--regenerate, killed while it answers, then resumed; greedy answers are those of transformers. Two engines."""
+    prompts = tmp_path / "prompts.jsonl"
+    questions = ["Name a colour.", "What is two plus two?", "Say something about rivers.", "Why?"]
+    turns = [[f"{number}: {question}", "And then?"] for number in range(8) for question in questions]
+    prompts.write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
+    out = tmp_path / "out"
+    arguments = ["--model", small_target, "--data", prompts, "--output", out, "--regenerate", "--ring-gb", 0.2]
+    arguments += ["--max-new-tokens", 12]
+    run = Run(tmp_path / "log", *arguments)
+    answers = out / "answers" / "answers-0.jsonl"
+    run.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 1)
+    run.process.kill()
+    kept = [json.loads(line) for line in answers.read_bytes().splitlines() if line.endswith(b"}")]
+    time.sleep(1.0)
+    run = Run(tmp_path / "log", *arguments)
+    assert run.finish() == 0, run.text()
+    chats = [json.loads(line) for line in (out / "chats.jsonl").read_text().splitlines()]
+    assert [chat["index"] for chat in chats] == list(range(len(turns)))
+    assert all(chats[row["index"]] == row for row in kept)
+    assert all([m["role"] for m in chat["messages"]] == ["user", "assistant"] * 2 for chat in chats)
+    assert set(committed(out)) == set(range(len(turns)))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_target)
+    model = AutoModelForCausalLM.from_pretrained(small_target, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(chats[0]["messages"][:1], add_generation_prompt=True, return_tensors="pt")
+    prompt = prompt["input_ids"] if not torch.is_tensor(prompt) else prompt
+    answer = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    expected = tokenizer.decode(answer, skip_special_tokens=False).removesuffix("<|im_end|>")
+    assert chats[0]["messages"][1]["content"] == expected
