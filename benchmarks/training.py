@@ -42,11 +42,12 @@ DIMS = {
     "smollm2": dict(hidden=576, heads=9, kv=3, head_dim=64, ffn=1536, vocab=49152, draft=16000),
     "tiny": dict(hidden=64, heads=4, kv=2, head_dim=16, ffn=128, vocab=512, draft=128),
 }
-# name -> (dimensions, workload, options); the bars are about the rows without a comment
+# name -> (dimensions, workload, options); frozen: the drafter's head, as speculators has it
 ROWS = {
     "kimi-dense": ("kimi", "dense", dict()),
     "kimi-dense-frozen": ("kimi", "dense", dict(frozen=True)),
     "kimi-chat": ("kimi", "chat", dict()),
+    "kimi-chat-frozen": ("kimi", "chat", dict(frozen=True)),
     "kimi-long": ("kimi", "long", dict()),
     "smollm2-dense": ("smollm2", "dense", dict(graph=True)),
     "smollm2-dense-launched": ("smollm2", "dense", dict()),  # without a CUDA graph
