@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from common import checkpoints, ranks
 from common.arguments import as_dict, parse
-from common.batches import Schedule, batch_plan, fingerprint, scan_once, split
+from common.batches import Schedule, batch_plan, scan_once, split
 from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig, ttt_loss
 from common.errors import EXIT_INTERRUPTED, UserError, run
@@ -100,6 +99,16 @@ class TrainArguments:
     wandb_project: str | None = option(None, "Also log to this Weights & Biases project.")
     peak_tflops: float | None = option(None, "Peak of one device in TFLOP/s for MFU. Default: by the GPU's name.")
 
+    def __post_init__(self):
+        choices = {"export": ("sglang", "speculators"), "long_documents": ("trim", "skip", "refuse"),
+                   "device": ("auto", "cuda", "cpu")}  # fmt: skip
+        wrong = [f"{name} {getattr(self, name)}: expected {', '.join(known)}" for name, known in choices.items()
+                 if getattr(self, name) not in known]  # fmt: skip
+        positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every")
+        wrong += [f"{name} {getattr(self, name)}: expected 1 or more" for name in positive if getattr(self, name) < 1]
+        if wrong:
+            raise UserError("; ".join("--" + line.replace("_", "-") for line in wrong))
+
 
 def main() -> int:
     arguments = parse(TrainArguments, "train", description=__doc__)
@@ -121,6 +130,7 @@ def main() -> int:
 def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.device, out: Path, progress) -> int:
     started, note = time.monotonic(), progress.note
     stop = catch_signals()
+    torch.manual_seed(arguments.seed)
 
     # The target, the samples, and what an earlier run left.
     progress.stage("opening shards and target")
@@ -156,7 +166,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     drafter = build_drafter(arguments, target, points, frequencies, found, note)
     check_fit(drafter.config, reader.info, target, reader.load(training[0]), "the drafter", arguments.data[0])
     serving_ids = arguments.serving_ids or serving_ids_for(drafter.config, target.config)  # refuses before any step
-    identity = identify(arguments, target, drafter, schedule, held_out)
+    identity = checkpoints.identify(as_dict(arguments), target, drafter, schedule, held_out)
     on_device = evaluation_target(target, device)
     drafter.to(device)
     drafter.set_embedding(on_device.embed_tokens)
@@ -342,22 +352,6 @@ def build_drafter(arguments: TrainArguments, target: TargetParts, points: Captur
     drafter.set_vocab(d2t, t2d)
     drafter.init_weights(arguments.seed, target.lm_head)
     return drafter
-
-
-def identify(arguments: TrainArguments, target: TargetParts, drafter: Drafter, schedule: Schedule, held_out) -> dict:
-    """What must be the same for a run to continue; each entry is named when it is not."""
-    asked = ("draft_vocab_size", "init_from", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "intermediate_size", "max_position_embeddings", "fc_norm", "norm_output", "ttt_steps", "step_decay",
-             "tokens_per_step", "seed", "long_documents", "eval_fraction")  # fmt: skip
-    return {
-        "data": f"{len(schedule.records)} training samples, fingerprint {fingerprint(schedule.records)}",
-        "held-out data": f"{len(held_out)} samples, fingerprint {fingerprint(held_out)}",
-        "target": target.fingerprint(),
-        "drafter": drafter.config.to_dict(),
-        "draft vocabulary": xxhash.xxh3_128_hexdigest(drafter.d2t.cpu().numpy().tobytes()),
-        "tokens of a batch": schedule.budget.tokens,
-        **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in asked},
-    }
 
 
 def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:

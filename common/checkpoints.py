@@ -17,13 +17,17 @@ import shutil
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from common.batches import Schedule, fingerprint
+from common.drafter import Drafter
 from common.errors import UserError
 from common.export import fsync_file
 from common.shard_writing import cannot_write, fsync_directory
 from common.shards import hash_file
+from common.target import TargetParts
 
 NAME = re.compile(r"step-(\d{8})$")
 TEMPORARY = re.compile(r"\.step-\d{8}\.\d+$")
@@ -39,7 +43,8 @@ def steps_saved(out: Path) -> list[int]:
     """Steps that have a checkpoint, ascending."""
     folder = out / "checkpoints"
     names = os.listdir(folder) if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := NAME.match(name)))
+    found = [int(match[1]) for name in names if (match := NAME.match(name)) and not (folder / name).is_symlink()]
+    return sorted(found)
 
 
 # ---- tensors out of a run and into one -------------------------------------------------------------------------------
@@ -170,8 +175,6 @@ def prune(out: Path, keep: int, best_step: int | None) -> list[int]:
     removed = [step for step in steps_saved(out)[:-keep] if step != best_step]
     for step in removed:
         path = directory_of(out, step)
-        if path.is_symlink():
-            continue
         doomed = path.with_name(f".{path.name}.{os.getpid()}")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -185,6 +188,26 @@ def remove_unfinished(out: Path) -> int:
     for name in names:
         shutil.rmtree(folder / name, ignore_errors=True)
     return len(names)
+
+
+SAME_ARGUMENTS = (
+    "draft_vocab_size", "init_from", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "max_position_embeddings", "fc_norm", "norm_output", "ttt_steps", "step_decay", "tokens_per_step", "seed",
+    "long_documents", "eval_fraction",
+)  # fmt: skip
+
+
+def identify(arguments: dict, target: TargetParts, drafter: Drafter, schedule: Schedule, held_out: list) -> dict:
+    """What must be the same for a run to continue; `require_same` names each entry that is not."""
+    return {
+        "data": f"{len(schedule.records)} training samples, fingerprint {fingerprint(schedule.records)}",
+        "held-out data": f"{len(held_out)} samples, fingerprint {fingerprint(held_out)}",
+        "target": target.fingerprint(),
+        "drafter": drafter.config.to_dict(),
+        "draft vocabulary": xxhash.xxh3_128_hexdigest(drafter.d2t.cpu().numpy().tobytes()),
+        "tokens of a batch": schedule.budget.tokens,
+        **{f"--{name.replace('_', '-')}": arguments[name] for name in SAME_ARGUMENTS},
+    }
 
 
 def require_same(saved: dict, now: dict, path: Path) -> None:

@@ -19,8 +19,6 @@ from common.errors import UserError
 def join(device: str, patience=timedelta(hours=2)) -> tuple[int, int, torch.device]:
     """(rank, number of ranks, device) for --device auto, cuda or cpu; under torchrun it joins the others,
     each of which waits for the slowest as long as `patience`."""
-    if device not in ("auto", "cuda", "cpu"):
-        raise UserError(f"--device {device}: expected auto, cuda or cpu")
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here")

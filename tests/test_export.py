@@ -113,7 +113,8 @@ for folder in sys.argv[3:]:
     model.config.transformer_layer_config._attn_implementation = "eager"  # flex attention needs a GPU
     model = type(model)(model.config)
     report = model.load_state_dict(load_file(folder + "/model.safetensors"), strict=False)
-    assert set(report.missing_keys) <= {"verifier_norm.weight", "verifier_lm_head.weight"} and not report.unexpected_keys
+    assert set(report.missing_keys) <= {"verifier_norm.weight", "verifier_lm_head.weight"}
+    assert not report.unexpected_keys
     documents = torch.zeros(1, len(case["ids"]), dtype=torch.long)
     with torch.no_grad():
         tokens = model.float().eval()(case["points"][None], case["ids"][None], documents, ttt_steps=3)

@@ -6,6 +6,7 @@ points in the right order at the right position. The last state at t+1 makes the
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,24 @@ def command(*arguments) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
+
+
+def train_here(capsys, *arguments, after=()) -> str:
+    """The same without a process of its own: what train_drafter.py printed. A `UserError` comes through."""
+    import train_drafter
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    argv, threads = sys.argv, torch.get_num_threads()
+    sys.argv = [*command(*arguments)[1:], *map(str, after)]
+    torch.set_num_threads(1)
+    try:
+        assert train_drafter.main() == 0
+    finally:
+        sys.argv = argv
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return capsys.readouterr().out if capsys else ""
 
 
 def train(*arguments, expect: int = 0, timeout: float = 240, **more: str) -> subprocess.CompletedProcess:

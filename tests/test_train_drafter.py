@@ -1,0 +1,358 @@
+"""train_drafter.py as a person runs it, on tiny targets and shards in their real formats."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoints
+from common.batches import Schedule, scan, split
+from common.errors import UserError
+from common.export import load_drafter
+from common.offline_eval import Setting, evaluate, evaluation_target
+from common.shards import ShardReader
+from common.target import load_target_parts
+from common.training_log import read_metrics
+from tests.training_fixtures import (
+    ROOT,
+    command,
+    environment,
+    make_sample,
+    train,
+    train_here,
+    write_shards,
+    write_target,
+)
+
+CHANCE = 1 / 64
+LEARN = ["--max-steps", "20", "--tokens-per-step", "1024", "--learning-rate", "5e-3", "--eval-fraction", "0.1",
+         "--eval-every", "20"]  # fmt: skip
+SHORT = ["--tokens-per-step", "512", "--learning-rate", "5e-3", "--eval-fraction", "0.15", "--eval-every", "4",
+         "--save-every", "2", "--max-steps", "7"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """target/, states/: 200 samples of one length, and few/: 60 samples of very different lengths."""
+    folder = tmp_path_factory.mktemp("train")
+    target = write_target(folder / "target")
+    write_shards(folder / "states", target, [make_sample(40, seed) for seed in range(200)])
+    lengths = [200 if seed % 20 == 0 else 5 + seed % 17 for seed in range(60)]
+    write_shards(folder / "few", target, [make_sample(length, seed) for seed, length in enumerate(lengths)])
+    return folder
+
+
+def step0(run: Path, states: Path, target: Path) -> float:
+    """Step-0 accuracy of the run's drafter on all samples of `states`."""
+    parts = evaluation_target(load_target_parts(target), "cpu")
+    drafter, _ = load_drafter(run)
+    drafter.set_embedding(parts.embed_tokens)
+    reader = ShardReader(states)
+    return evaluate(drafter, parts, reader.load, reader.records, Setting(2)).summary(0)["step0_accuracy"]
+
+
+def losses(run: Path) -> list[tuple]:
+    """Everything of metrics.jsonl that does not depend on the clock."""
+    names = ("kind", "step", "loss", "loss_per_step", "gradient_norm", "learning_rate", "tokens", "tau", "cumulative")
+    return [tuple(str(line.get(name)) for name in names) for line in read_metrics(run)]
+
+
+# ---- must-show 3: the drafter learns what the states say, and only that ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learned(folder):
+    done = train("--data", folder / "states", "--output", folder / "learned", *LEARN)
+    return folder / "learned", done.stdout
+
+
+def test_a_continuation_that_the_states_determine_is_learned(folder, learned):
+    run, said = learned
+    last = [line for line in read_metrics(run) if line["kind"] == "eval"][-1]
+    assert last["step0_accuracy"] > 0.95
+    assert last["cumulative"][1] < 0.1, "x[t+3] is not in the states at t: nobody can know it"
+    fresh = write_shards(folder / "fresh", folder / "target", [make_sample(40, seed) for seed in range(1000, 1020)])
+    assert step0(run, fresh, folder / "target") > 0.95
+    assert f"step-0 accuracy {last['step0_accuracy']:.1%}" in said
+
+
+def test_points_in_the_wrong_order_are_clearly_worse(folder, learned):
+    samples = [make_sample(40, seed) for seed in range(2000, 2020)]
+    swapped = [(ids, mask, [s[1], s[0], s[2], s[3]]) for ids, mask, s in samples]
+    accuracy = step0(learned[0], write_shards(folder / "swapped", folder / "target", swapped), folder / "target")
+    assert accuracy < 0.3, "8 u + v read as 8 v + u is right in one case of 8"
+
+
+def test_states_of_other_samples_stay_at_chance(folder):
+    samples = [make_sample(40, seed) for seed in range(200)]
+    shuffled = [(ids, mask, [*samples[(i + 1) % 200][2][:3], states[3]]) for i, (ids, mask, states) in
+                enumerate(samples)]  # fmt: skip
+    write_shards(folder / "shuffled", folder / "target", shuffled)
+    train_here(None, "--data", folder / "shuffled", "--output", folder / "run-shuffled", *LEARN)
+    held_out = [line for line in read_metrics(folder / "run-shuffled") if line["kind"] == "eval"][-1]
+    assert held_out["step0_accuracy"] < 5 * CHANCE
+
+
+def test_labels_shifted_by_one_are_clearly_worse(folder):
+    """Trained where the last state stands one position early, judged where it stands right.
+
+    (One position late would not do: the teacher of TTT step 1 is then what the states determine, and step 0 learns it
+    with the weights that both steps share.)
+    """
+    shifted = []
+    for ids, mask, states in (make_sample(40, seed) for seed in range(200)):
+        shifted.append((ids, mask, [*states[:3], states[3].roll(-1, 0)]))
+    write_shards(folder / "shifted", folder / "target", shifted)
+    train_here(None, "--data", folder / "shifted", "--output", folder / "run-shifted", *LEARN)
+    assert step0(folder / "run-shifted", folder / "states", folder / "target") < 0.3
+
+
+# ---- what a run leaves behind ----------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_drafter_curves_metrics_and_arguments(folder, learned):
+    run, said = learned
+    assert {"config.json", "model.safetensors", "final", "checkpoints", "metrics.jsonl", "curves.png",
+            "arguments.json", "heartbeat.json"} <= {path.name for path in run.iterdir()}  # fmt: skip
+    assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG" and (run / "curves.png").stat().st_size > 10_000
+    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        assert set(line["milliseconds"]) == {"fetch", "h2d", "forward", "backward", "optimizer"}
+        assert line["tokens_per_second"] > line["supervised_tokens_per_second"] > line["samples_per_second"] > 0
+        assert len(line["loss_per_step"]) == len(line["accuracy_per_step"]) == 2
+        expected = line["loss_per_step"][0] + 0.8 * line["loss_per_step"][1]
+        assert line["loss"] == pytest.approx(expected, rel=1e-5)
+    assert lines[-1]["learning_rate"] < lines[5]["learning_rate"] and lines[0]["learning_rate"] == 5e-3
+    shown = [line for line in said.splitlines() if line.startswith("step ")]
+    assert len(shown) == 20 and "forward" in shown[0] and "tok/s" in shown[0]
+    arguments = json.loads((run / "arguments.json").read_text())
+    assert arguments["learning_rate"] == 5e-3 and arguments["eval_fraction"] == 0.1 and arguments["ttt_steps"] == 2
+
+
+def test_the_evaluation_is_offline_eval_on_the_held_out_rows(folder, learned):
+    run, _ = learned
+    reader = ShardReader(folder / "states")
+    _, held_out = split(reader.records, 0.1)
+    parts = evaluation_target(load_target_parts(folder / "target"), "cpu")
+    path, _ = checkpoints.latest(run)
+    drafter, _ = load_drafter(run / "final")
+    drafter.load_state_dict(load_file(path / "drafter.safetensors"))  # float32, as it was evaluated
+    drafter.set_embedding(parts.embed_tokens)
+    summary = evaluate(drafter, parts, reader.load, held_out, Setting(2)).summary()
+    line = [line for line in read_metrics(run) if line["kind"] == "eval"][-1]
+    assert {name: line[name] for name in summary} == json.loads(json.dumps(summary))
+
+
+# ---- must-show 5: killed at any moment, the same command ends with the same weights ----------------------------------
+
+KILL = """
+import os, signal, sys
+sys.argv = ["train_drafter.py", *sys.argv[3:]]
+sys.path.insert(0, os.getcwd())
+import train_drafter
+from common import checkpoints
+where, countdown = os.environ["KILL_AT"], [int(os.environ["KILL_COUNT"])]
+def deadly(function, before):
+    def wrapped(*arguments, **options):
+        countdown[0] -= 1
+        if countdown[0] == 0 and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*arguments, **options)
+        if countdown[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return wrapped
+module, name = {"file": (checkpoints, "fsync_file"), "rename": (checkpoints.os, "rename"),
+                "prune": (checkpoints, "prune"), "publish": (train_drafter, "export_sglang")}[where]
+setattr(module, name, deadly(getattr(module, name), before=os.environ["KILL_BEFORE"] == "1"))
+train_drafter.run(train_drafter.main)
+"""
+
+
+def killed(where: str, count: int, before: bool, *arguments) -> None:
+    """Run train_drafter.py until it kills itself with SIGKILL before or after the count-th call of a function."""
+    program = [sys.executable, "-c", KILL, "-", *command(*arguments)[1:]]
+    more = {"KILL_AT": where, "KILL_COUNT": str(count), "KILL_BEFORE": str(int(before))}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment(**more), cwd=ROOT, timeout=240)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    train_here(None, "--data", folder / "few", "--output", folder / "undisturbed", *SHORT)
+    return folder / "undisturbed"
+
+
+def test_killed_inside_checkpoints_it_ends_with_the_same_weights(folder, undisturbed):
+    run = folder / "killed"
+    arguments = ["--data", folder / "few", "--output", run, *SHORT]
+    killed("file", 2, False, *arguments)  # both files of step 2 written, no state.json
+    assert checkpoints.steps_saved(run) == [] and len(list((run / "checkpoints").iterdir())) == 1
+    killed("rename", 1, True, *arguments)  # step 2 complete but for its name
+    assert checkpoints.steps_saved(run) == []
+    killed("rename", 1, False, *arguments)  # step 2 is there, nothing after it happened
+    assert checkpoints.steps_saved(run) == [2]
+    killed("publish", 1, True, *arguments)  # step 4: evaluated, neither exported nor saved
+    assert checkpoints.steps_saved(run) == [2]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')  # a line cut short
+    done = train(*arguments)
+    assert "continuing from" in done.stdout and "step 2" in done.stdout
+    assert losses(run) == losses(undisturbed)
+    for name in ("model.safetensors", "final/model.safetensors", "checkpoints/step-00000007/drafter.safetensors",
+                 "checkpoints/step-00000007/optimizer.safetensors"):  # fmt: skip
+        assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        path.name for path in (undisturbed / "checkpoints").iterdir()
+    }
+
+
+def test_terminated_it_saves_and_continues(folder, undisturbed):
+    """SIGTERM: the step is finished and saved, the exit status says so, and the same command ends as if nothing was."""
+    run = folder / "terminated"
+    arguments = ["--data", folder / "few", "--output", run, *SHORT]
+    process = subprocess.Popen(command(*arguments), env=environment(), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    said = process.stdout.read()
+    assert process.wait(timeout=120) == 130 and "the same command continues from there" in said
+    assert 1 <= checkpoints.steps_saved(run)[-1] < 7
+    train_here(None, *arguments)
+    assert losses(run) == losses(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [(["--seed", "5"], "--seed was 0, is 5"), (["--ttt-steps", "3"], "--ttt-steps was 2, is 3"),
+     (["--data", "OTHER"], "data was"), (["--tokens-per-step", "1024"], "--tokens-per-step was 512, is 1024")],
+)  # fmt: skip
+def test_a_run_whose_data_or_options_changed_is_not_continued(folder, undisturbed, changes, named):
+    changes = [folder / "states" if each == "OTHER" else each for each in changes]
+    before = (undisturbed / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=named):
+        train_here(None, "--data", folder / "few", "--output", undisturbed, *SHORT, after=changes)
+    assert (undisturbed / "model.safetensors").read_bytes() == before
+
+
+# ---- must-show 6: ranks ----------------------------------------------------------------------------------------------
+
+
+def launch(*arguments) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               *command(*arguments)[1:]]  # fmt: skip
+    done = subprocess.run(program, capture_output=True, text=True, env=environment(), timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_ranks_give_the_losses_of_one_with_skewed_lengths_and_empty_batches(folder):
+    """Documents of 5 to 200 tokens in batches of 208. Two ranks under DDP; and two under FSDP2 that continue a run of
+    one rank that was killed after its first checkpoint."""
+    shared = ["--data", folder / "few", *SHORT, "--max-steps", "5", "--tokens-per-step", "832",
+              "--tokens-per-batch", "208"]  # fmt: skip
+    reader = ShardReader(folder / "few")
+    training, _ = split(reader.records, 0.15)
+    sizes, _ = scan(reader, training, 2, 208, 64)
+    schedule = Schedule(training, sizes, 208, 4, 0)
+    held = [[len(batch) for batch in schedule.batches(0, step)] for step in range(schedule.steps(0))]
+    assert min(held[-1]) == 0 and max(map(max, held)) > 10 and 1 in sum(held, []), f"this case must be skewed: {held}"
+
+    train_here(None, "--output", folder / "one", *shared)
+    launch("--output", folder / "two", *shared)
+    killed("rename", 1, False, "--output", folder / "sharded", *shared)
+    launch("--output", folder / "sharded", *shared, "--shard")
+    one = read_metrics(folder / "one")
+    final = load_file(checkpoints.directory_of(folder / "one", 5) / "drafter.safetensors")
+    for name, tolerance in (("two", 1e-6), ("sharded", 1e-5)):
+        for mine, theirs in zip(one, read_metrics(folder / name), strict=True):
+            assert mine["step"] == theirs["step"]
+            for key in ("loss", "gradient_norm", "tokens", "supervised_tokens", "samples", "tau", "step0_accuracy"):
+                if key in mine:
+                    assert mine[key] == pytest.approx(theirs[key], rel=tolerance), (name, mine["step"], key)
+        weights = load_file(checkpoints.directory_of(folder / name, 5) / "drafter.safetensors")
+        for key, tensor in final.items():
+            assert torch.allclose(tensor, weights[key], atol=2e-3), (name, key)
+
+
+# ---- trouble ---------------------------------------------------------------------------------------------------------
+
+
+def test_samples_with_nan_are_set_aside_and_named_and_too_many_stop_the_run(folder, capsys):
+    samples = [make_sample(30, seed) for seed in range(30)]
+    for bad in (3, 11):
+        samples[bad][2][0][5, 1] = math.nan
+    states = write_shards(folder / "nan", folder / "target", samples)
+    arguments = ["--data", states, "--tokens-per-step", "256", "--eval-fraction", "0", "--epochs", "1"]
+    said = train_here(capsys, "--output", folder / "run-nan", *arguments)
+    named = [json.loads(line) for line in (folder / "run-nan" / "set_aside.jsonl").read_text().splitlines()]
+    assert {each["index"] for each in named} == {3, 11} and "NaN in state 1 of 4, row 5" in named[0]["reason"]
+    assert "sample 3 set aside" in said and "nothing was held out" in said
+    last = read_metrics(folder / "run-nan")[-1]
+    assert last["set_aside"] == 2 and math.isfinite(last["loss"])
+    with pytest.raises(UserError, match="2 samples failed their check"):
+        train_here(None, "--output", folder / "run-nan-2", *arguments, "--max-set-aside", "1")
+
+
+def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder):
+    """Unchecked NaN samples make whole steps NaN: these change nothing and are counted."""
+    samples = [make_sample(30, seed) for seed in range(30)]
+    samples[3][2][0][5, 1] = math.nan
+    states = write_shards(folder / "nan-unchecked", folder / "target", samples)
+    arguments = ["--data", states, "--tokens-per-step", "256", "--eval-fraction", "0", "--check-samples", "False"]
+    train_here(None, "--output", folder / "run-skip", *arguments, "--epochs", "2")
+    lines = read_metrics(folder / "run-skip")
+    skipped = [line["skipped_steps"] for line in lines]
+    assert skipped[-1] == 2 and [line["loss"] for line in lines].count(None) == 2
+    weights = load_file(folder / "run-skip" / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values() if tensor.is_floating_point())
+    with pytest.raises(UserError, match="2 steps had a non-finite gradient"):
+        train_here(None, "--output", folder / "run-skip-2", *arguments, "--epochs", "2", "--max-skipped-steps", "1")
+
+
+def test_a_warm_start_keeps_vocabulary_and_sizes(folder, learned):
+    run = folder / "warm"
+    arguments = ["--data", folder / "states", "--output", run, *LEARN, "--init-from", learned[0], "--max-steps", "2",
+                 "--learning-rate", "1e-6", "--eval-every", "2"]  # fmt: skip
+    train_here(None, *arguments)
+    assert [line for line in read_metrics(run) if line["kind"] == "eval"][-1]["step0_accuracy"] > 0.95
+    old, new = (load_file(each / "model.safetensors") for each in (learned[0], run))
+    assert torch.equal(old["d2t"], new["d2t"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--data", "nowhere"], "nowhere: expected a directory of shards, found nothing"),
+        (["--data", "STATES", "--model", "nowhere"], "nowhere/config.json: not found"),
+        (["--data", "STATES", "--tokens-per-step", "100", "--tokens-per-batch", "64"], "must be a multiple"),
+        (["--data", "STATES", "--long-documents", "refuse", "--tokens-per-step", "32"], "do not fit into a batch"),
+        (["--data", "STATES", "--device", "tpu"], "--device tpu: expected auto, cuda, cpu"),
+        (["--data", "STATES", "--shard"], "start it with torchrun"),
+        (["--data", "STATES", "--export", "gguf"], "--export gguf"),
+        (["--data", "STATES", "--long-documents", "keep"], "--long-documents keep"),
+        (["--data", "STATES", "--ttt-steps", "0"], "--ttt-steps 0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(folder, tmp_path, arguments, message):
+    arguments = [folder / "states" if each == "STATES" else each for each in arguments]
+    with pytest.raises(UserError, match=message) as refused:
+        train_here(None, "--output", tmp_path / "run", after=arguments)
+    assert "\n" not in str(refused.value) and not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_refusal_has_exit_status_2_and_no_traceback(tmp_path):
+    done = train("--output", tmp_path / "run", "--data", tmp_path / "nowhere", expect=2)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_sglang_is_not_needed():
+    check = "import sys, train_drafter; assert not [name for name in sys.modules if name.split('.')[0] == 'sglang']"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environment()).returncode == 0
