@@ -15,6 +15,7 @@ import math
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,22 +115,18 @@ def main() -> int:
     arguments = parse(TrainArguments, "train", description=__doc__)
     rank, num_ranks, device = ranks.join(arguments.device)
     out = Path(arguments.output)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {out}: cannot be made ({error.strerror}); name a writable directory") from None
     heartbeat = out / "heartbeat.json" if rank == 0 else None
-    progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)
-    try:
-        return train(arguments, rank, num_ranks, device, out, progress)
-    finally:
-        progress.close()
-        ranks.leave()
+    with checkpoints.own_directory(out) if rank == 0 else nullcontext():
+        progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)
+        try:
+            return train(arguments, rank, num_ranks, device, out, progress)
+        finally:
+            progress.close()
+            ranks.leave()
 
 
 def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.device, out: Path, progress) -> int:
     started, note = time.monotonic(), progress.note
-    stop = catch_signals()
     torch.manual_seed(arguments.seed)
 
     # The target, the samples, and what an earlier run left.
@@ -198,6 +195,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     progress.total = total_steps
     progress.update(step)
     progress.stage("first step")
+    stop = catch_signals()
     set_aside = SetAside(out / "set_aside.jsonl", note, arguments.check_samples)
     feed = Feed(reader, schedule, arguments.ttt_steps, position, rank, num_ranks, device.type == "cuda",
                 arguments.workers, arguments.read_ahead, arguments.check_samples)  # fmt: skip

@@ -10,10 +10,12 @@ name, flushed to the disk and renamed; a killed run leaves a temporary directory
 are stored by parameter name and whole, so a run may continue on another number of ranks, sharded or not.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from common.batches import Schedule, fingerprint
 from common.drafter import Drafter
 from common.errors import UserError
 from common.export import fsync_file
-from common.shard_writing import cannot_write, fsync_directory
+from common.shard_writing import cannot_write, fsync_directory, take_lock
 from common.shards import hash_file
 from common.target import TargetParts
 
@@ -33,6 +35,22 @@ NAME = re.compile(r"step-(\d{8})$")
 TEMPORARY = re.compile(r"\.step-\d{8}\.\d+$")
 FILES = ("drafter.safetensors", "optimizer.safetensors")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@contextmanager
+def own_directory(out: Path):
+    """Within it, no other run trains into `out`; a run that was killed does not keep it. `UserError` when one does."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        held = take_lock(out / ".lock", fcntl.LOCK_EX)
+    except OSError as error:
+        raise cannot_write(out, error) from None
+    if held is None:
+        raise UserError(f"{out}: another run is training into this directory; wait for it, or use another --output")
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 def directory_of(out: Path, step: int) -> Path:

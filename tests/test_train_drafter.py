@@ -1,5 +1,6 @@
 """train_drafter.py as a person runs it, on tiny targets and shards in their real formats."""
 
+import importlib.util
 import json
 import math
 import signal
@@ -346,6 +347,28 @@ def test_bad_input_is_refused_in_one_line(folder, tmp_path, arguments, message):
     with pytest.raises(UserError, match=message) as refused:
         train_here(None, "--output", tmp_path / "run", after=arguments)
     assert "\n" not in str(refused.value) and not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_two_runs_do_not_train_into_one_directory(folder, tmp_path):
+    with checkpoints.own_directory(tmp_path / "run"), pytest.raises(UserError, match="another run is training"):
+        train_here(None, "--output", tmp_path / "run", "--data", folder / "few", *SHORT)
+    train_here(None, "--output", tmp_path / "run", "--data", folder / "few", *SHORT, "--max-steps", "1")
+
+
+def test_tensorboard_holds_every_figure_once_and_wandb_is_refused_where_it_is_not_installed(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = ["--output", tmp_path / "run", "--data", folder / "few", *SHORT]
+    train_here(None, *arguments, "--max-steps", "4", after=["--tensorboard", "True"])
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    metrics = read_metrics(tmp_path / "run")
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss_per_step/1")]
+    assert logged == [(line["step"], pytest.approx(line["loss_per_step"][1])) for line in metrics
+                      if line["kind"] == "train"]  # fmt: skip
+    assert [event.value for event in events.Scalars("eval/tau")] == [pytest.approx(metrics[-1]["tau"])]
+    if importlib.util.find_spec("wandb") is None:
+        with pytest.raises(UserError, match="pip install wandb"):
+            train_here(None, "--output", tmp_path / "other", *arguments[2:], after=["--wandb-project", "drafters"])
 
 
 def test_a_refusal_has_exit_status_2_and_no_traceback(tmp_path):
