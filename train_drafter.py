@@ -207,10 +207,10 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     if arguments.compile and device.type == "cuda":
         drafter.compile_parts()
     pending = None  # the step whose figures the device is still computing
-    line_time, stopped, held_out_checked = time.monotonic(), False, None
+    line_time, stopped, held_out_checked, skipped_so_far = time.monotonic(), False, None, int(skipped)
 
     def finish(pending: dict) -> None:
-        nonlocal line_time
+        nonlocal line_time, skipped_so_far
         seconds, line_time = time.monotonic() - line_time, time.monotonic()
         figures = step_figures(pending, seconds, peak * num_ranks if peak else None, device)
         progress.update(pending["step"], loss=f"{figures['loss']:.4f}", tokens_per_second=figures["tokens_per_second"])
@@ -218,6 +218,9 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
             log.write("train", pending["step"], figures)
             if pending["step"] % arguments.log_every == 0 or pending["step"] == total_steps:
                 note(step_line(pending["step"], total_steps, figures))
+        if figures["skipped_steps"] > skipped_so_far:
+            skipped_so_far = figures["skipped_steps"]
+            set_aside.suspect(pending["step"], pending["indices"])
         if figures["skipped_steps"] > arguments.max_skipped_steps:
             raise UserError(f"step {pending['step']}: {figures['skipped_steps']} steps had a non-finite gradient "
                             f"(--max-skipped-steps); lower --learning-rate, or check the data")  # fmt: skip
@@ -270,7 +273,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         pending = {
             "step": step, "clock": clock, "rate": rate, "counts": counts, "tokens": tokens, "samples": samples,
             "flops": useful_flops(drafter.config, tokens, queries, predicted, pairs, arguments.ttt_steps),
-            "set_aside": bad, "sums": torch.cat((sums, norm.view(1), skipped.view(1))),
+            "indices": [index for item in now.loaded for index in item.indices], "set_aside": bad,
+            "sums": torch.cat((sums, norm.view(1), skipped.view(1))),
         }  # fmt: skip
 
         evaluating = bool(held_out) and (step % arguments.eval_every == 0 or step == total_steps)

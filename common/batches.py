@@ -228,16 +228,18 @@ class Schedule:
         self.budget = choose_budget(self.sizes, max_tokens)
         self.batches_per_step, self.seed = batches_per_step, seed
         self._plans: dict[int, list[list[int]]] = {}
-        self._lock = threading.Lock()  # the reading threads plan the next epoch while the loop asks about this one
+        self._lock = threading.Lock()  # the feed plans the next epoch in a thread while this one is asked for
 
     def _plan(self, epoch: int) -> list[list[int]]:
-        """Batches of the epoch, filled up with empty ones to whole steps; two epochs are kept."""
+        """Batches of the epoch, filled up with empty ones to whole steps; a few epochs are kept."""
+        if plan := self._plans.get(epoch):
+            return plan
         with self._lock:
             if epoch not in self._plans:
                 plan = pack(self.sizes, self.budget, (self.seed, epoch))
                 plan += [[]] * (-len(plan) % self.batches_per_step)
-                self._plans = {kept: old for kept, old in self._plans.items() if kept in (0, epoch - 1)}
-                self._plans[epoch] = plan
+                kept = {old: made for old, made in self._plans.items() if old == 0 or old >= epoch - 1}
+                self._plans = {**kept, epoch: plan}
             return self._plans[epoch]
 
     def steps(self, epoch: int) -> int:

@@ -28,8 +28,12 @@ class Loaded:
     """One packed batch in host memory (page-locked where there is a GPU)."""
 
     batch: PackedBatch
-    samples: int
+    indices: list[int]  # source rows of the samples in it
     set_aside: list[dict] = field(default_factory=list)  # index, path and reason of each sample that failed its check
+
+    @property
+    def samples(self) -> int:
+        return len(self.indices)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -74,6 +78,8 @@ class Feed:
         while True:
             if step >= self.schedule.steps(epoch):
                 epoch, step = epoch + 1, 0
+            if step == 0:
+                self._pool.submit(self.schedule.steps, epoch + 1)  # planned by the time it begins
             batches = self.schedule.batches(epoch, step, rank, ranks)
             for number, records in enumerate(batches):
                 yield epoch, step, len(batches) - 1 - number, records
@@ -134,7 +140,7 @@ class Feed:
             batch = batch.pin()
         if not documents:
             batch.num_documents = batch.num_tokens = batch.num_pairs = 0
-        return Loaded(batch, len(documents), set_aside)
+        return Loaded(batch, [sample.record.index for sample in documents], set_aside)
 
     def _read(self, record) -> tuple[Sample | None, str | None]:
         """The sample, cut to the length that fits a batch, or what is wrong with it."""
@@ -164,7 +170,7 @@ class SetAside:
     def __init__(self, path: Path, note, check: bool = True):
         self.path, self.note, self.check, self.count = path, note, check, 0
         lines = path.read_text().splitlines() if path.exists() else []
-        self.named = {json.loads(line)["path"] for line in lines if line.endswith("}")}
+        self.named = {json.loads(line).get("path") for line in lines if line.endswith("}")}
 
     def add(self, problems: list[dict]) -> None:
         for problem in problems:
@@ -174,6 +180,12 @@ class SetAside:
                 with open(self.path, "a") as file:
                     file.write(json.dumps(problem) + "\n")
                 self.note(f"sample {problem['index']} set aside: {problem['reason']}")
+
+    def suspect(self, step: int, indices: list[int]) -> None:
+        """Name the samples of a step whose gradient was not finite."""
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, "indices": indices, "reason": "non-finite gradient"}) + "\n")
+        self.note(f"step {step:,} skipped, its gradient is not finite; samples of this rank in it: {indices}")
 
     def without_bad(self, reader: ShardReader, records: list) -> list:
         """The records whose samples can be read and are finite; the others are set aside."""

@@ -312,6 +312,8 @@ def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder):
     lines = read_metrics(folder / "run-skip")
     skipped = [line["skipped_steps"] for line in lines]
     assert skipped[-1] == 2 and [line["loss"] for line in lines].count(None) == 2
+    suspects = [json.loads(line) for line in (folder / "run-skip" / "set_aside.jsonl").read_text().splitlines()]
+    assert len(suspects) == 2 and all(3 in each["indices"] for each in suspects), "the bad sample is named each time"
     weights = load_file(folder / "run-skip" / "model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values() if tensor.is_floating_point())
     with pytest.raises(UserError, match="2 steps had a non-finite gradient"):
