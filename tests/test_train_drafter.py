@@ -381,3 +381,15 @@ def test_a_refusal_has_exit_status_2_and_no_traceback(tmp_path):
 def test_sglang_is_not_needed():
     check = "import sys, train_drafter; assert not [name for name in sys.modules if name.split('.')[0] == 'sglang']"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environment()).returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [["--cuda-graphs", "False"], ["--cuda-graphs", "True"], ["--compile", "False"]])
+def test_a_gpu_learns_as_the_cpu_does(folder, learned, options):
+    run = folder / f"gpu{'-'.join(options)}"
+    train_here(None, "--data", folder / "states", "--output", run, *LEARN, after=["--device", "cuda", *options])
+    on_cpu, on_gpu = (read_metrics(each) for each in (learned[0], run))
+    for mine, theirs in zip(on_cpu[:5], on_gpu[:5], strict=True):
+        assert theirs["tokens"] == mine["tokens"] and theirs["loss"] == pytest.approx(mine["loss"], rel=0.05)
+    assert on_gpu[0]["peak_memory_gb"] > 0 and sum(on_gpu[3]["milliseconds"].values()) > 0
+    assert on_gpu[-1]["kind"] == "eval" and on_gpu[-1]["step0_accuracy"] > 0.95

@@ -21,7 +21,8 @@ from common.shards import Record, token_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 CODES, VOCAB, HIDDEN, LAYERS, POINTS = 8, 64, 64, 8, (2, 4, 6)
-SMALL = ["--intermediate-size", "128", "--ttt-steps", "2", "--draft-vocab-size", "0", "--tensorboard", "False"]
+SMALL = ["--intermediate-size", "128", "--ttt-steps", "2", "--draft-vocab-size", "0", "--tensorboard", "False",
+         "--device", "cpu"]  # fmt: skip
 
 
 def write_target(folder: Path) -> Path:
