@@ -101,12 +101,13 @@ class TrainArguments:
     peak_tflops: float | None = option(None, "Peak of one device in TFLOP/s for MFU. Default: by the GPU's name.")
 
     def __post_init__(self):
+        self.data = [self.data] if isinstance(self.data, str) else self.data  # one directory in a YAML file
         choices = {"export": ("sglang", "speculators"), "long_documents": ("trim", "skip", "refuse"),
                    "device": ("auto", "cuda", "cpu")}  # fmt: skip
-        wrong = [f"{name} {getattr(self, name)}: expected {', '.join(known)}" for name, known in choices.items()
-                 if getattr(self, name) not in known]  # fmt: skip
+        values = vars(self)
+        wrong = [f"{n} {values[n]}: expected {', '.join(all_)}" for n, all_ in choices.items() if values[n] not in all_]
         positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every")
-        wrong += [f"{name} {getattr(self, name)}: expected 1 or more" for name in positive if getattr(self, name) < 1]
+        wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
         if wrong:
             raise UserError("; ".join("--" + line.replace("_", "-") for line in wrong))
 

@@ -373,6 +373,25 @@ def test_tensorboard_holds_every_figure_once_and_wandb_is_refused_where_it_is_no
             train_here(None, "--output", tmp_path / "other", *arguments[2:], after=["--wandb-project", "drafters"])
 
 
+def test_a_yaml_file_gives_the_arguments_and_flags_win(folder, tmp_path, capsys):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(f"""
+model: {folder / 'target'}
+extract: {{data: elsewhere.jsonl}}
+train:
+  data: {folder / 'few'}
+  output: {tmp_path / 'run'}
+  tokens_per_step: 512
+  learning_rate: 1e-3
+  eval_fraction: 0
+  max_steps: 9
+""")
+    assert "nothing was held out" in train_here(capsys, path, "--max-steps", "2")
+    saved = json.loads((tmp_path / "run" / "arguments.json").read_text())
+    assert (saved["max_steps"], saved["learning_rate"], saved["data"]) == (2, 1e-3, [str(folder / "few")])
+    assert len(read_metrics(tmp_path / "run")) == 2
+
+
 def test_a_refusal_has_exit_status_2_and_no_traceback(tmp_path):
     done = train("--output", tmp_path / "run", "--data", tmp_path / "nowhere", expect=2)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
