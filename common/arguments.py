@@ -6,6 +6,7 @@ A YAML file serves all three scripts. Keys at its top level are shared: each scr
 sections `extract`, `train` and `eval` hold the keys of one script. A key that no script knows is an error.
 """
 
+import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ SECTIONS = ("extract", "train", "eval")
 Arguments = TypeVar("Arguments")
 
 
+class HelpLayout(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """--help: the script's docstring as it is written, and the default of each argument."""
+
+
 def parse(
     arguments_class: type[Arguments], section: str, argv: list[str] | None = None, description: str = ""
 ) -> Arguments:
@@ -29,7 +34,7 @@ def parse(
     Raises `UserError` for a YAML file that cannot be read or holds an unknown key.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(arguments_class, description=description)
+    parser = HfArgumentParser(arguments_class, description=description, formatter_class=HelpLayout)
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = read_yaml(Path(argv.pop(0)), section, {field.name for field in dataclasses.fields(arguments_class)})
         for action in parser._actions:

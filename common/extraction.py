@@ -26,8 +26,8 @@ def read_target(args) -> dict:
     for name, allowed in (("device", ("auto", "cuda", "cpu")), ("dtype", ("auto", *DTYPES)), ("state_dtype", DTYPES)):
         if getattr(args, name) not in allowed:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected one of {', '.join(allowed)}")
-    for name in ("ring_gb", "writers", "tp"):
-        if getattr(args, name) <= 0:
+    for name in ("ring_gb", "writers", "tp", "chunk_tokens", "rows_per_block", "max_new_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above zero")
     if args.regenerate and args.supervise == "each":
         raise UserError("--supervise each with --regenerate: regenerate first, then extract from OUTPUT/chats.jsonl")
