@@ -224,7 +224,6 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
     settings = {
         "hidden_size": target["hidden_size"],
         "dtype": args.state_dtype,
-        "model_dtype": target["model_dtype"],
         "ring_bytes": int(args.ring_gb * 1e9),
         "writers": args.writers,
         "tokens_in_flight": 4 * (chunk_tokens(args, target) or 16384),

@@ -6,8 +6,8 @@
 For each sample two things come back on separate ways: the engine's answer (one greedy token, through SGLang's own
 request path) and the tap's record (file written, its hash, and the token that follows from the stored last state).
 A sample is committed when both are there and the tokens agree. That check ties every file to the prompt it is named
-after: a wrong layer, a second norm, a partial sum or a swapped row gives another token. Near-ties, where two logits are
-closer than the arithmetic can tell, are counted instead.
+after: a wrong layer, a second norm, a partial sum or a swapped row gives another token. Near-ties, where the best
+logits are closer than their rounding, are counted instead.
 """
 
 import asyncio
@@ -26,9 +26,6 @@ import numpy as np
 from common.engine import ChildSignals, EngineDied
 from common.errors import UserError
 
-# A logit gap below this is a near-tie: the two ways of computing it may round differently. bf16 logits around 20 are
-# 0.125 apart; float32 ones 2e-6.
-NEAR_TIE_GAP = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 MOST_NEAR_TIES = 0.05  # share of samples; more of them is no rounding
 COMMIT_SECONDS = 0.2  # records that arrive within this time share one fsync
 
@@ -41,8 +38,9 @@ class Capture:
     """One capture session of one replica. Not reusable.
 
     engine: from common.engine.start_engine; run: a shard_run.RunDirectory; points: CapturePoints;
-    settings: hidden_size, dtype (stored), model_dtype, layout, ring_bytes (a rank), writers (threads a rank),
-    tokens_in_flight; on_commit(record) is called for each durable sample.
+    settings: hidden_size, dtype (stored), ring_bytes (a rank), writers (threads a rank), tokens_in_flight.
+    on_commit(record) is called for each durable sample, with None for one that was set aside; on_note(line) for what
+    a person should read.
     """
 
     def __init__(self, engine, run, points, settings: dict, on_commit=lambda record: None, on_note=lambda line: None):
@@ -242,20 +240,15 @@ class Capture:
         if kind == "written":
             own = content["own"]
             content["agrees"] = "yes"
-            if own["token"] != answer:
-                tie = own["second"] == answer and own["gap"] <= NEAR_TIE_GAP[self.settings["model_dtype"]]
-                if not tie:
+            if own["tokens"][0] != answer:
+                candidates = zip(own["tokens"], own["below"], strict=True)
+                if answer not in [token for token, gap in candidates if gap <= own["rounding"]]:
                     return self.fail(CaptureFailed(own_token_message(index, own, answer)))
                 content["agrees"] = "near-tie"
                 self.near_ties += 1
-                if self.near_ties > max(5, MOST_NEAR_TIES * (self.committed + len(self.ready))):
-                    return self.fail(
-                        CaptureFailed(
-                            f"sample {index}: {self.near_ties} of the first {self.committed + len(self.ready)} samples "
-                            f"give another token than the engine by a small gap: too many for rounding; likely causes: "
-                            f"a capture point shifted by one, or a norm applied twice"
-                        )
-                    )
+                checked = self.committed + len(self.ready) + 1
+                if self.near_ties > max(5, MOST_NEAR_TIES * checked):
+                    return self.fail(CaptureFailed(near_tie_message(index, self.near_ties, checked)))
         self.ready.append(index)
         self.wake()
 
@@ -291,7 +284,7 @@ class Capture:
                 self.on_commit(None)
                 continue
             own = content["own"]
-            own = {"token": own["token"], "gap": round(own["gap"], 4), "agrees": content["agrees"]}
+            own = {"token": own["tokens"][0], "gap": round(own["below"][1], 4), "agrees": content["agrees"]}
             committed.append(
                 Record(
                     index=index,
@@ -349,7 +342,14 @@ class Capture:
 
 def own_token_message(index: int, own: dict, answer: int) -> str:
     return (
-        f"sample {index}: the stored last state gives token {own['token']} (logit gap {own['gap']:.3g}), but the "
-        f"engine answered {answer}; likely causes: rows of two samples swapped, the last state shifted by one layer, "
-        f"normed twice, or one rank's partial sum"
+        f"sample {index}: the stored last state gives token {own['tokens'][0]} (logit gap {own['below'][1]:.3g}, "
+        f"rounding explains {own['rounding']:.1g}), but the engine answered {answer}; likely causes: rows of two "
+        f"samples swapped, the last state shifted by one layer, normed twice, or one rank's partial sum"
+    )
+
+
+def near_tie_message(index: int, near_ties: int, checked: int) -> str:
+    return (
+        f"sample {index}: {near_ties} of the first {checked} samples give another token than the engine by a small "
+        f"gap: too many for rounding; likely causes: a last state shifted by one layer, or a norm applied twice"
     )

@@ -212,7 +212,7 @@ class Session:
 
         check() is called once the engine has run its first tokens, after(engine, results) before it stops.
         """
-        from common.engine import kill_children, parse_engine_arguments, start_engine
+        from common.engine import parse_engine_arguments, start_engine, stop_engine
 
         arguments, progress = self.arguments, self.progress
         serving = ServingSettings(
@@ -242,8 +242,7 @@ class Session:
             if after is not None:
                 after(engine, results)
         finally:
-            engine.shutdown()
-            kill_children()
+            stop_engine(engine)
         return results
 
 

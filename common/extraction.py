@@ -47,7 +47,6 @@ def read_target(args) -> dict:
     except ValueError as error:
         raise UserError(f"--template-kwargs: expected a JSON object such as {{\"thinking\": true}}: {error}") from None
     tokenizer = load_tokenizer(folder, args.trust_remote_code, args.revision, args.chat_template)
-    model_dtype = args.dtype if args.dtype != "auto" else str(config.get("dtype") or text.get("dtype") or "bfloat16")
     return {
         "folder": str(folder),
         "config": config,
@@ -61,7 +60,6 @@ def read_target(args) -> dict:
         "tokenizer": tokenizer,
         "template_kwargs": template_kwargs,
         "engine_arguments": parse_engine_arguments(args.engine_args),
-        "model_dtype": model_dtype if model_dtype in DTYPES else "bfloat16",
     }
 
 
@@ -85,7 +83,7 @@ def identity(args, target: dict) -> dict:
         "vocab_size": target["vocab_size"],
         "last_state": "pre-norm",
         "dtype": args.state_dtype,
-        "model_dtype": target["model_dtype"],
+        "model_dtype": args.dtype,
         "engine_version": version("sglang"),
         "engine_arguments": {"device": target["device"], **target["engine_arguments"]},
         "seed": args.seed,

@@ -66,11 +66,11 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
     the engine's own token. Raises UserError.
     """
     from common.capture import Capture
-    from common.engine import EngineSettings, available_device, kill_children, start_engine
+    from common.engine import EngineSettings, available_device, start_engine, stop_engine
     from common.shard_run import RunDirectory
     from common.shards import ShardReader
 
-    text, dtype = text_config(config), model_dtype(config)
+    text = text_config(config)
     device, _ = available_device()
     settings = EngineSettings(
         model=model, points=points, tp=tp, trust_remote_code=trust_remote_code, device=device, seed=seed,
@@ -85,7 +85,7 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
     longest = max(len(row.input_ids) for row in rows)
     token_bytes = (len(points.points) + 1) * text["hidden_size"] * 2
     capture_settings = {
-        "hidden_size": text["hidden_size"], "dtype": "bfloat16", "model_dtype": dtype, "layout": "v1",
+        "hidden_size": text["hidden_size"], "dtype": "bfloat16", "layout": "v1",
         "ring_bytes": 4 * (longest + 16_384) * token_bytes, "writers": 2, "tokens_in_flight": 4 * max(longest, 4096),
     }  # fmt: skip
 
@@ -98,6 +98,5 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
             engine.loop.run_until_complete(capture(run))
             run.finish()
     finally:
-        engine.shutdown()
-        kill_children()
+        stop_engine(engine)
     return ShardReader(folder / "states")

@@ -20,7 +20,7 @@ import torch
 
 from common.proof import FirstBatchProof
 from common.ring import Ring
-from common.tap_writer import Finished, Region, Writers
+from common.tap_writer import CANDIDATES, Finished, Region, Writers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -276,10 +276,10 @@ class Tap:
                 if result := self.proof.check(aux, post_norm):
                     self.writers.send("proof", rank=self.rank, **result)
             ending, hidden = len(self.ending), self.settings["hidden_size"]
-            host_own = torch.empty(ending, 3, dtype=torch.float64, pin_memory=self.on_gpu)
+            host_own = torch.empty(ending, 2 * CANDIDATES + 1, dtype=torch.float64, pin_memory=self.on_gpu)
             host_last = torch.empty(ending, hidden, dtype=self.dtype, pin_memory=self.on_gpu)
             if ending:
-                own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))  # [B, 3]
+                own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))
                 self.copy(own, host_own, 0)
                 self.copy(self.last_rows.to(self.dtype), host_last, 0)
             event = None
@@ -338,7 +338,8 @@ def consecutive_rows(pieces: list[Piece]) -> list[tuple[int, int]]:
 
 
 def own_tokens(logits_processor, lm_head, normed: torch.Tensor) -> torch.Tensor:
-    """Best token, second best token and their logit gap, [B, 3] float64, from normed last states [B, H].
+    """Best tokens and how far their logits lie below the best one, [B, 2 * CANDIDATES + 1] float64, from normed last
+    states [B, H]: tokens, distances, and the distance that rounding alone explains.
 
     Runs the model's own head on every rank, without writing to the buffer that the engine samples from.
     """
@@ -347,7 +348,8 @@ def own_tokens(logits_processor, lm_head, normed: torch.Tensor) -> torch.Tensor:
     logits = logits_processor._compute_lm_head(normed, lm_head)
     if logits_processor.do_tensor_parallel_all_gather:
         logits = tensor_model_parallel_all_gather(logits)
+    rounding = max(4 * torch.finfo(normed.dtype).eps, 1e-4)  # relative: a few units in the last place
     logits = logits[:, : logits_processor.config.vocab_size].float()
-    values, tokens = logits.topk(2, dim=-1)
-    gap = (values[:, 0] - values[:, 1]).double()
-    return torch.stack([tokens[:, 0].double(), tokens[:, 1].double(), gap], dim=-1)
+    values, tokens = logits.topk(CANDIDATES, dim=-1)
+    best = values[:, :1]
+    return torch.cat([tokens.double(), (best - values).double(), (best.abs() * rounding).double()], dim=-1)

@@ -24,6 +24,7 @@ from common.proof import ProofFailed
 from common.ring import Ring
 from common.shard_writing import join_run, write_sample
 
+CANDIDATES = 4  # best tokens of the own-token check
 DESCRIPTION_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
 
 
@@ -46,7 +47,7 @@ class Finished:
     region: Region
     start: int
     tokens: int
-    own: torch.Tensor  # [3] float64: best token, second best token, logit gap between them
+    own: torch.Tensor  # [2 * CANDIDATES + 1] float64, from tap.own_tokens
     last: torch.Tensor  # [H], the last state that this token was computed from
     event: "torch.cuda.Event | None"
 
@@ -109,8 +110,9 @@ class Writers:
         written = write_sample(
             settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"], settings["rows_per_block"]
         )
-        best, second, gap = job.own.tolist()
-        own = {"token": int(best), "second": int(second), "gap": gap}
+        *numbers, rounding = job.own.tolist()
+        tokens, below = [int(token) for token in numbers[:CANDIDATES]], numbers[CANDIDATES:]
+        own = {"tokens": tokens, "below": below, "rounding": rounding}
         self.send("written", index=job.index, bytes=written.bytes, xxh3=written.xxh3, own=own, **self.figures())
 
     def release(self, region: Region):

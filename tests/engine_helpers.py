@@ -57,7 +57,7 @@ def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1",
     """Capture `samples` into `out` and return (Capture, ShardReader or None)."""
     run = RunDirectory(out, {"model": "test"}, rows=max(sample.index for sample in samples) + 1, layout=layout)
     settings = {
-        "hidden_size": hidden, "dtype": dtype, "model_dtype": "float32", "ring_bytes": ring_bytes, "writers": writers,
+        "hidden_size": hidden, "dtype": dtype, "ring_bytes": ring_bytes, "writers": writers,
         "tokens_in_flight": tokens_in_flight,
     }  # fmt: skip
 

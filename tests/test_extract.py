@@ -37,6 +37,10 @@ def rows(tmp_path_factory) -> Path:
     return path
 
 
+def target_flags(folder) -> list:
+    return ["--model", folder, "--dtype", "float32"]  # on a CPU faster than half precision, and free of near-ties
+
+
 class Run:
     """One start of extract.py, with its output in a file."""
 
@@ -98,7 +102,7 @@ def facts(entries: dict[int, dict]) -> dict[int, tuple]:
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(small_target, rows, tmp_path):
     """Kills of the main process and of the scheduler, Ctrl-C, and damage between two runs. Six engines."""
     calm, wild = tmp_path / "calm", tmp_path / "wild"
-    arguments = ["--model", small_target, "--data", rows, "--chunk-tokens", 64, "--ring-gb", 0.05]
+    arguments = [*target_flags(small_target), "--data", rows, "--chunk-tokens", 64, "--ring-gb", 0.05]
     run = Run(tmp_path / "calm.log", *arguments, "--output", calm)
     assert run.finish() == 0, run.text()
     undisturbed = committed(calm)
@@ -160,7 +164,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(small_t
 
 def test_the_log_speaks_from_the_first_second_on(small_target, rows, tmp_path):
     """Redirected output is flushed at once and never silent for long; SGLang's own goes elsewhere. One engine."""
-    run = Run(tmp_path / "log", "--model", small_target, "--data", rows, "--limit", 5, "--output", tmp_path / "out")
+    run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--limit", 5, "--output", tmp_path / "out")
     started = time.monotonic()
     run.wait_until(lambda: "[extract]" in run.text())
     waited_for_first_line = time.monotonic() - started
@@ -182,7 +186,7 @@ def test_two_replicas_share_the_rows(small_target, rows, tmp_path):
     """torchrun with two processes on the CPU. Two engines at once."""
     out = tmp_path / "out"
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    arguments = ("--model", small_target, "--data", rows, "--limit", 64, "--output", out, "--ring-gb", 0.2)
+    arguments = (*target_flags(small_target), "--data", rows, "--limit", 64, "--output", out, "--ring-gb", 0.2)
     run = Run(tmp_path / "log", *arguments, launcher=launcher)
     assert run.finish() == 0, run.text()
     assert set(committed(out)) == set(range(64)) - {7}
@@ -198,7 +202,7 @@ def test_two_replicas_share_the_rows(small_target, rows, tmp_path):
 def test_a_killed_rank_leaves_a_directory_that_resumes(small_target, rows, tmp_path):
     """Tensor parallelism over two ranks; one is killed; another degree of parallelism finishes. Two engines."""
     out = tmp_path / "out"
-    arguments = ["--model", small_target, "--data", rows, "--limit", 200, "--output", out]
+    arguments = [*target_flags(small_target), "--data", rows, "--limit", 200, "--output", out]
     arguments += ["--chunk-tokens", 64, "--ring-gb", 0.05]
     run = Run(tmp_path / "log", *arguments, "--tp", 2)
     run.wait_until(lambda: len(committed(out)) >= 20)
@@ -223,7 +227,8 @@ def test_a_disk_that_fills_up_stops_the_run_cleanly(small_target, rows, tmp_path
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
     try:
         out = disk / "out"
-        arguments = ["--model", small_target, "--data", rows, "--output", out, "--chunk-tokens", 64, "--ring-gb", 0.05]
+        arguments = [*target_flags(small_target), "--data", rows, "--output", out]
+        arguments += ["--chunk-tokens", 64, "--ring-gb", 0.05]
         run = Run(tmp_path / "log", *arguments)
         assert run.finish() == 2 and "--force" in run.text(), run.text()
         assert not (out / "logs").exists(), "an engine was started for a disk that cannot hold the states"
@@ -247,7 +252,7 @@ def test_the_target_answers_first(small_target, tmp_path):
     turns = [[f"{number}: {question}", "And then?"] for number in range(8) for question in questions]
     prompts.write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
     out = tmp_path / "out"
-    arguments = ["--model", small_target, "--data", prompts, "--output", out, "--regenerate", "--ring-gb", 0.2]
+    arguments = [*target_flags(small_target), "--data", prompts, "--output", out, "--regenerate", "--ring-gb", 0.2]
     arguments += ["--max-new-tokens", 12]
     run = Run(tmp_path / "log", *arguments)
     answers = out / "answers" / "answers-0.jsonl"

@@ -2,12 +2,12 @@
 to see that the comparison notices."""
 
 import pytest
-from standin_tokenizer import build
 
 from common import embedded_model, loss_mask
 from common.errors import UserError
 from common.loss_mask import NO_PROMPT, REWRITTEN, supervise
 from common.tokenizing import load_tokenizer
+from standin_tokenizer import build
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 ASSISTANT = "<|im_start|>assistant\n"

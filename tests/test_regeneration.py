@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from standin_tokenizer import build
 
 from common import embedded_model
 from common.conversations import load_rows, parse_row
 from common.errors import UserError
 from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
 from common.tokenizing import load_tokenizer, tokenize_row
+from standin_tokenizer import build
 
 
 @pytest.fixture(scope="module")

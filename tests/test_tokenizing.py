@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from standin_tokenizer import build
 
 from common import embedded_model, tokenizing
 from common.conversations import load_rows, parse_row
 from common.errors import UserError
 from common.tokenizing import load_tokenizer, one_row_per_turn, tokenize_row, tokenize_rows, tokenizer_fingerprint
+from standin_tokenizer import build
 
 
 @pytest.fixture(scope="module")
