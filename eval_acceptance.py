@@ -150,12 +150,12 @@ def offline(arguments: Arguments) -> dict:
     from common.feed import not_finite
     from common.offline_eval import check_fit, evaluate, evaluation_target
     from common.shards import ShardReader
-    from common.target import load_target_parts
+    from common.target import load_target_parts, model_of
 
     settings = settings_of(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     reader = ShardReader(arguments.data)
-    model = arguments.model or reader.info.get("model")
+    model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data[0]}: no dataset.json names the target model; give --model")
     target = load_target_parts(model)

@@ -139,6 +139,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         if per_block is None and not (out / "dataset.json").exists():
             per_block = max(1, min(2000, -(-len(rows) // (4 * placement.replicas)))) if placement.replicas > 1 else 2000
         run_directory = open_directory(True, len(rows), per_block)
+        run_directory.note(model_path=os.path.abspath(target["folder"]))
         return rows
 
     rows = ranks.from_first(prepare)
@@ -181,7 +182,8 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         if isinstance(error, KeyboardInterrupt):
             terminal.write(resume_line(run_directory, progress.total, "stopped") + "\n")
             return EXIT_INTERRUPTED
-        raise UserError(f"{error}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
+        cause = f"{error} (log: {engine_log(out, placement)})" if "engine" in str(error) else str(error)
+        raise UserError(f"{cause}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
     finally:
         progress.close()
         if engine is not None:
@@ -214,7 +216,11 @@ def start(args, target: dict, placement: Placement, out: Path, progress: Progres
         placement=placement,
         init_address=ranks.address_of(placement.first_rank) if placement.engine_nodes > 1 else None,
     )
-    return start_engine(settings, out / "logs" / f"engine-{placement.replica}-{placement.engine_node}.log")
+    return start_engine(settings, engine_log(out, placement))
+
+
+def engine_log(out: Path, placement: Placement) -> Path:
+    return out / "logs" / f"engine-{placement.replica}-{placement.engine_node}.log"
 
 
 async def capture(args, target, run_directory, share, engine, figures, progress, interrupted):

@@ -37,7 +37,7 @@ from common.progress import Progress, duration
 from common.shard_writing import write_atomically
 from common.shards import ShardReader
 from common.step_profile import StepClock, peak_tflops
-from common.target import TargetParts, load_target_parts, text_config
+from common.target import TargetParts, load_target_parts, model_of, text_config
 from common.train_step import GraphedStep, clipped_step, useful_flops
 from common.training_log import TrainingLog, eval_line, read_metrics, step_figures, step_line
 from common.vocab import build_draft_vocab, target_ids
@@ -133,7 +133,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     # The target, the samples, and what an earlier run left.
     progress.stage("opening shards and target")
     reader = ShardReader(arguments.data)
-    model = arguments.model or reader.info.get("model")
+    model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data}: the shards do not name their target; give --model")
     target = load_target_parts(model)

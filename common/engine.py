@@ -55,7 +55,7 @@ CPU_MAX_TOTAL_TOKENS = 32_768  # key/value cache on the CPU, in tokens
 LAYER_PREFIXES = ("model", "language_model.model", "model.language_model", "language_model")
 
 
-class EngineDied(Exception):
+class EngineDied(UserError):
     """A process of the engine ended by itself or was killed; what is committed stays, and the run can be resumed."""
 
 

@@ -67,8 +67,11 @@ class FirstBatchProof:
                 module._is_layer_to_capture = False
 
     def seen(self, slot: int, hidden, residual):
-        """Keep what a hook took, [T, H] and [T, H] or None, until the batch is complete."""
-        self.seen_outputs[slot] = (hidden, residual)
+        """Keep what a hook took, [T, H] and [T, H] or None, until the batch is complete.
+
+        As copies: the next layer's fused norm works in place on both.
+        """
+        self.seen_outputs[slot] = (hidden.clone(), None if residual is None else residual.clone())
 
     def check(self, aux, post_norm: torch.Tensor) -> dict | None:
         """Compare; returns {"bit_equal": {name: share}, "relative_error": {name: x}, "neighbour_error": {...}}.

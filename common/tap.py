@@ -211,7 +211,7 @@ class Tap:
             piece.region = self.partial[piece.index]
             self.runs.append(([(piece.batch_start, piece.rows)], piece.region, piece.prefix))
         for rows, region, region_start in self.runs:
-            self.copy(self.gather(forward_batch.input_ids, rows), region.ids, region_start)
+            self.copy(self.gather(forward_batch.input_ids, rows).clone(), region.ids, region_start)
 
     def take_region(self, rows: int, users: int) -> Region | None:
         slots, hidden = len(self.names), self.settings["hidden_size"]
@@ -233,8 +233,8 @@ class Tap:
     def copy_rows(self, slot: int, hidden, residual):
         for rows, region, region_start in self.runs:
             state = self.gather(hidden, rows)  # [rows, H]
-            if residual is not None:
-                state = state + self.gather(residual, rows)
+            # A tensor of our own: the next layer works in place on both, while the copy may still be under way.
+            state = state.clone() if residual is None else state + self.gather(residual, rows)
             state = state.to(self.dtype)
             largest = torch.linalg.vector_norm(state, ord=float("inf"), dim=-1).float()  # [rows]
             self.copy(state, region.states[slot], region_start)

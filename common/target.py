@@ -104,6 +104,12 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
         raise UserError(f"{model}: neither a folder nor a hub id that can be downloaded: {reason}") from None
 
 
+def model_of(info: dict) -> str | None:
+    """The target that shards name in their dataset.json: where it was found then, else its name or hub id."""
+    path = info.get("run", {}).get("model_path")
+    return path if path and Path(path).is_dir() else info.get("model")
+
+
 def load_config(model_path: str | Path) -> dict:
     """config.json of a checkpoint folder."""
     path = Path(model_path) / "config.json"

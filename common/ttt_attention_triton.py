@@ -17,17 +17,23 @@ def settings(head_dim: int) -> dict:
     """Block sizes, warps and stages of each kernel by head size (chosen by benchmarks/kernels.py on an H200)."""
     if head_dim <= 64:
         return {
-            "forward": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=4, num_stages=3),
-            "queries": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=2),
-            "keys": dict(BLOCK_Q=32, BLOCK_K=128, num_warps=8, num_stages=2),
-            "own": dict(BLOCK_Q=32, num_warps=8, num_stages=1),
+            "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
+            "queries": dict(BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=3),
+            "keys": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=2),
+            "own": dict(BLOCK_Q=16, num_warps=4, num_stages=1),
         }
     return {
-        "forward": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=3),
-        "queries": dict(BLOCK_Q=128, BLOCK_K=64, num_warps=8, num_stages=2),
-        "keys": dict(BLOCK_Q=32, BLOCK_K=128, num_warps=8, num_stages=2),
-        "own": dict(BLOCK_Q=32, num_warps=8, num_stages=1),
+        "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
+        "queries": dict(BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=3),
+        "keys": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=2),
+        "own": dict(BLOCK_Q=16, num_warps=4, num_stages=1),
     }
+
+
+@triton.jit
+def _seen(n, row, start):
+    """start <= n <= row in one unsigned comparison; never for the filler row -1, start 2^31 - 1."""
+    return (n - start).to(tl.uint32, bitcast=True) <= (row - start).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -49,27 +55,26 @@ def _forward_range(
     acc, m, total, q, k_base, v_base, row, start, first, last, num_keys, scale_log2,
     STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, D)
+    tile = tl.arange(0, BLOCK_K)[:, None] * STRIDE + tl.arange(0, D)[None, :]
     for n0 in range(first, last, BLOCK_K):
         n = n0 + tl.arange(0, BLOCK_K)
-        offsets = n.to(tl.int64)[:, None] * STRIDE + d[None, :]
+        step = n0 * STRIDE  # one scalar a block moves the whole tile of addresses
         if MASKED:
-            k = tl.load(k_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+            k = tl.load(k_base + step + tile, mask=(n < num_keys)[:, None], other=0.0)
         else:
-            k = tl.load(k_base + offsets)
-        s = tl.dot(q, tl.trans(k)) * scale_log2  # [Q, K], in units of log2
+            k = tl.load(k_base + step + tile)
+        s = tl.dot(q, tl.trans(k))  # [Q, K]
         if MASKED:
-            seen = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
-            s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+            s = tl.where(_seen(n[None, :], row[:, None], start[:, None]), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # in units of log2
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
         shrink = tl.exp2(m - m_safe)
-        p = tl.exp2(s - m_safe[:, None])
+        p = tl.exp2(s * scale_log2 - m_safe[:, None])
         total = total * shrink + tl.sum(p, 1)
         if MASKED:
-            v = tl.load(v_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+            v = tl.load(v_base + step + tile, mask=(n < num_keys)[:, None], other=0.0)
         else:
-            v = tl.load(v_base + offsets)
+            v = tl.load(v_base + step + tile)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         m = m_new
     return acc, m, total
@@ -123,19 +128,19 @@ def _queries_range(
     dq, q, do, lse, delta, k_base, v_base, row, start, first, last, num_keys, scale_log2,
     STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, D)
+    tile = tl.arange(0, BLOCK_K)[:, None] * STRIDE + tl.arange(0, D)[None, :]
     for n0 in range(first, last, BLOCK_K):
         n = n0 + tl.arange(0, BLOCK_K)
-        offsets = n.to(tl.int64)[:, None] * STRIDE + d[None, :]
+        step = n0 * STRIDE
         if MASKED:
-            k = tl.load(k_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
-            v = tl.load(v_base + offsets, mask=(n < num_keys)[:, None], other=0.0)
+            k = tl.load(k_base + step + tile, mask=(n < num_keys)[:, None], other=0.0)
+            v = tl.load(v_base + step + tile, mask=(n < num_keys)[:, None], other=0.0)
         else:
-            k = tl.load(k_base + offsets)
-            v = tl.load(v_base + offsets)
+            k = tl.load(k_base + step + tile)
+            v = tl.load(v_base + step + tile)
         p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse[:, None])
         if MASKED:
-            p = tl.where((n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None]), p, 0.0)
+            p = tl.where(_seen(n[None, :], row[:, None], start[:, None]), p, 0.0)
         ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
     return dq
@@ -184,34 +189,40 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, rows_ptr, starts_ptr, first_ptr, last_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    num_queries, num_keys, scale, scale_log2,
+    q_ptr, k_ptr, v_ptr, rows_ptr, starts_ptr, range_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    num_queries, num_keys, num_blocks, scale, scale_log2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of step-0 keys and values, summed over the query heads of its kv head."""
+    """Gradient of one block of step-0 keys and values, summed over the query heads of its kv head.
+
+    range_ptr: int64 [3, num_blocks] as made by `_query_ranges`.
+    """
     KV: tl.constexpr = HEADS // GROUP
-    block, kv = tl.program_id(0), tl.program_id(1)
-    n = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    kv, place = tl.program_id(0), tl.program_id(1)
+    block = tl.load(range_ptr + place)
+    first = tl.load(range_ptr + num_blocks + place).to(tl.int32) // BLOCK_Q * BLOCK_Q
+    last = tl.load(range_ptr + 2 * num_blocks + place).to(tl.int32)
+    n = block.to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
     d = tl.arange(0, D)
     k_offsets = (n.to(tl.int64) * KV + kv)[:, None] * D + d[None, :]
     k = tl.load(k_ptr + k_offsets, mask=(n < num_keys)[:, None], other=0.0)
     v = tl.load(v_ptr + k_offsets, mask=(n < num_keys)[:, None], other=0.0)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
     dv = tl.zeros([BLOCK_K, D], tl.float32)
-    first = tl.load(first_ptr + block).to(tl.int32) // BLOCK_Q * BLOCK_Q
-    last = tl.load(last_ptr + block).to(tl.int32)
     for g in range(GROUP):
         head = kv * GROUP + g
+        q_base, do_base = q_ptr + head * D, do_ptr + head * D
+        lse_base, delta_base = lse_ptr + head * num_queries, delta_ptr + head * num_queries
         for i0 in range(first, last, BLOCK_Q):
             i = i0 + tl.arange(0, BLOCK_Q)
             inside = i < num_queries
             row = tl.load(rows_ptr + i, mask=inside, other=-1).to(tl.int32)
             start = tl.load(starts_ptr + i, mask=inside, other=2147483647).to(tl.int32)
-            q_offsets = (i.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
-            q = tl.load(q_ptr + q_offsets, mask=inside[:, None], other=0.0)
-            do = tl.load(do_ptr + q_offsets, mask=inside[:, None], other=0.0)
-            lse = tl.load(lse_ptr + head * num_queries + i, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + head * num_queries + i, mask=inside, other=0.0)
+            offsets = i[:, None] * (HEADS * D) + d[None, :]
+            q = tl.load(q_base + offsets, mask=inside[:, None], other=0.0)
+            do = tl.load(do_base + offsets, mask=inside[:, None], other=0.0)
+            lse = tl.load(lse_base + i, mask=inside, other=0.0)
+            delta = tl.load(delta_base + i, mask=inside, other=0.0)
             p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse[None, :])  # [K, Q]
             p = tl.where((n[:, None] >= start[None, :]) & (n[:, None] <= row[None, :]), p, 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv)
@@ -219,6 +230,18 @@ def keys_kernel(
             dk = tl.dot(ds.to(q.dtype), q, dk)
     tl.store(dk_ptr + k_offsets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < num_keys)[:, None])
     tl.store(dv_ptr + k_offsets, dv.to(dv_ptr.dtype.element_ty), mask=(n < num_keys)[:, None])
+
+
+def _query_ranges(rows: torch.Tensor, starts: torch.Tensor, num_keys: int, block: int) -> torch.Tensor:
+    """int64 [3, blocks]: blocks of `block` keys, most work first, and the queries [first, last) that see any of each.
+
+    They are consecutive because `rows` and `starts` ascend: a query sees a key n when start <= n <= row.
+    """
+    low = torch.arange(0, num_keys, block, device=rows.device)
+    first = torch.searchsorted(rows, low)
+    last = torch.searchsorted(starts, low + (block - 1), right=True)
+    order = (first - last).argsort()
+    return torch.stack((order, first[order], last[order]))
 
 
 @triton.jit(do_not_specialize=["num_own"])  # one compilation for all steps
@@ -261,6 +284,8 @@ def _attention(
     """(out [C, heads, d], lse float32 [heads, C] in units of log2)."""
     query, keys, values, own_keys, own_values = (x.contiguous() for x in (query, keys, values, own_keys, own_values))
     count, heads, d = query.shape
+    if max(count * heads, keys.shape[0] * keys.shape[1]) * d >= 2**31:
+        raise ValueError(f"{count} query rows of {heads} heads of {d} are too many: offsets have 32 bits")
     out, lse = torch.empty_like(query), query.new_empty((heads, count), dtype=torch.float32)
     use = settings(d)["forward"]
     forward_kernel[(triton.cdiv(count, use["BLOCK_Q"]), heads)](
@@ -295,13 +320,10 @@ def _attention_backward(
         query, keys, values, own_keys, own_values, rows, starts, out, grad_out, lse, delta, dq,
         count, num_keys, own_keys.shape[0], scale, scale * LOG2E, **sizes, **use["queries"],
     )  # fmt: skip
-    # queries that see anything of key block b are consecutive: rows >= its first key, starts <= its last
-    first_keys = torch.arange(0, num_keys, use["keys"]["BLOCK_K"], device=keys.device)
-    first = torch.searchsorted(rows, first_keys)
-    last = torch.searchsorted(starts, first_keys + (use["keys"]["BLOCK_K"] - 1), right=True)
-    keys_kernel[(first_keys.shape[0], kv)](
-        query, keys, values, rows, starts, first, last, grad_out, lse, delta, dk, dv,
-        count, num_keys, scale, scale * LOG2E, **sizes, **use["keys"],
+    ranges = _query_ranges(rows, starts, num_keys, use["keys"]["BLOCK_K"])
+    keys_kernel[(kv, ranges.shape[1])](
+        query, keys, values, rows, starts, ranges, grad_out, lse, delta, dk, dv,
+        count, num_keys, ranges.shape[1], scale, scale * LOG2E, **sizes, **use["keys"],
     )  # fmt: skip
     if own_keys.shape[0]:
         own_kernel[(triton.cdiv(count, use["own"]["BLOCK_Q"]), kv)](

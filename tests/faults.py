@@ -114,6 +114,20 @@ def break_partial():
     Original.unreduced = [(layer.mlp.down_proj, layer.register_forward_hook(reduce_later))]
 
 
+def break_in_place():
+    """No fault of ours: layers that overwrite what the layer before them returned, as fused norms on a GPU do."""
+    for layer in layers():
+        if layer._forward_hooks:
+
+            def spoil(module, args, output):
+                fresh = (output[0].clone(), output[1].clone(), *output[2:])
+                output[0].fill_(1e3)
+                output[1].fill_(-1e3)
+                return fresh
+
+            Original.unreduced.append((layer.mlp.down_proj, layer.register_forward_hook(spoil)))
+
+
 def swap_requests(rids):
     """The first two captured requests of a batch change names, when they are equally long."""
     rids = list(rids)

@@ -99,6 +99,17 @@ def test_a_sample_is_the_same_alone_in_a_batch_and_in_chunks(engine, points, tmp
                 assert helpers.relative_error(state, want) <= TOLERANCE, (sample.index, name)
 
 
+def test_layers_that_work_in_place_change_nothing(engine, points, fault, tmp_path):
+    samples = helpers.samples_of([20, 1, 33], seed=4)
+    _, right = helpers.capture(engine, tmp_path / "right", samples, points)
+    fault("in_place")
+    session, reader = helpers.capture(engine, tmp_path / "in_place", samples, points)
+    assert set(session.proofs[0]["bit_equal"].values()) == {1.0}
+    for one, other in zip(right.records, reader.records, strict=True):
+        for want, state in zip(right.load(one).states, reader.load(other).states, strict=True):
+            assert helpers.relative_error(state, want) <= TOLERANCE
+
+
 def test_both_self_checks_are_recorded(engine, points, tmp_path):
     session, _ = helpers.capture(engine, tmp_path, helpers.samples_of([9, 8, 7]), points)
     checks = session.self_checks()

@@ -25,7 +25,7 @@ KERNELS = {
 
 def compile_for_hopper(kernel, constants, num_warps, num_stages):
     """As a launch with bf16 tensors and sizes divisible by 16 would compile it."""
-    kinds = {name: "*i64" for name in ("rows_ptr", "starts_ptr", "first_ptr", "last_ptr", "ids_ptr")}
+    kinds = {name: "*i64" for name in ("rows_ptr", "starts_ptr", "range_ptr", "ids_ptr")}
     kinds |= {name: "*fp32" for name in ("lse_ptr", "delta_ptr", "coefficients_ptr", "entropy_ptr")}
     kinds |= {"hits_ptr": "*i8", "scale": "fp32", "scale_log2": "fp32"}
     signature, aligned = {}, {}
