@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-LOGITS_PER_CHUNK = {"cuda": 1 << 27, "cpu": 1 << 23}  # of the student, all steps together: 256 MiB in bf16 on CUDA
+LOGITS_PER_CHUNK = {"cuda": 1 << 29, "cpu": 1 << 23}  # of the student, all steps together: 1 GiB in bf16 on CUDA
 
 
 @dataclass
@@ -108,7 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sums = torch.zeros(3, num_steps, dtype=wide, device=head.device)  # weighted entropy, entropy, hits
         weight = head.to(compute)
         room = LOGITS_PER_CHUNK.get(head.device.type, LOGITS_PER_CHUNK["cpu"])
-        at_once = max(1, min(num_predicted, room // (num_steps * head.shape[0])))
+        at_once = rows_at_once(num_predicted, room // (num_steps * head.shape[0]))
         for first in range(0, num_predicted, at_once):
             chunk = slice(first, min(first + at_once, num_predicted))
             x = every[place[chunk].flatten()]  # [n * K, H]
@@ -137,6 +137,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if d_every is not None:
             d_hidden = (d_every[:-1] * grad_loss.to(d_every.dtype)).view(ctx.num_steps, ctx.rows, -1).unbind()
         return d_head, None, None, None, None, None, None, *d_hidden
+
+
+def rows_at_once(rows: int, most: int) -> int:
+    """Rows of a chunk, at most `most`: chunks of about equal size, whole tiles of the matrix units where they fit."""
+    most = max(1, min(rows, most))
+    even = -(-rows // -(-rows // most))
+    whole = -(-even // 128) * 128
+    return whole if whole <= most else even
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ def test_attention_kernel(name, heads, kv, d, tmp_path):
     assert compiled.metadata.shared <= SHARED_MEMORY_OF_A_BLOCK
     code = assembly(compiled, tmp_path)
     spilled = code.count("LDL") + code.count("STL")
-    assert spilled <= 80, f"{spilled} accesses to spilled registers"
+    assert spilled <= 160, f"{spilled} accesses to spilled registers"
     assert ("HGMMA" in code) == (name != "own")  # products on the matrix units; own keys are dot products of rows
 
 
