@@ -1,14 +1,15 @@
 """One row of benchmarks/training.py for a public trainer: its own model, loss, optimizer and step, states in memory.
 
     python benchmarks/peers.py speculators kimi dense      # speculators 0.9.0, AdamW, its head frozen as it always is
-    python benchmarks/peers.py specforge kimi chat         # SpecForge 0.2.0, its head trained as it always is
+    python benchmarks/peers.py specforge kimi chat,dense   # SpecForge 0.2.0, its head trained as it always is
 
-Called by benchmarks/training.py, in a process of its own; prints RESULT {json}. Chat documents reach each trainer as
-its own loader would bring them: speculators packs them into 8,192 tokens (here by common/batches.py, so without its
-padding), SpecForge pads four documents to the longest of them.
+Called by benchmarks/training.py, in a process of its own; prints RESULT {json} for each workload. Chat documents reach
+each trainer as its own loader would bring them: speculators packs them into 8,192 tokens (here by common/batches.py, so
+without its padding), SpecForge pads four documents to the longest of them.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from benchmarks.training import DIMS, PEAK, STEPS, chat_mix, workload  # noqa: E402
+from benchmarks.training import DIMS, PEAK, STEPS, chat_mix, mean_length, workload  # noqa: E402
 
 TOKENS, SEQUENCE = 8192, 2048
 
@@ -173,7 +174,8 @@ def specforge_row(d, load, device, warm, steps):
         eagle3_module.LogSoftmaxLoss = type("PlainLoss", (), {"apply": staticmethod(_compute_loss)})
     attention = "flex_attention" if device == "cuda" else "sdpa"
     address = dict(init_method="tcp://127.0.0.1:29555", rank=0, world_size=1)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **address)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", **address)
     config = LlamaConfig(
         vocab_size=d["vocab"], hidden_size=d["hidden"], intermediate_size=d["ffn"], num_hidden_layers=1,
         num_attention_heads=d["heads"], num_key_value_heads=d["kv"], head_dim=d["head_dim"], hidden_act="silu",
@@ -250,37 +252,45 @@ def specforge_row(d, load, device, warm, steps):
     return marks, [[len(m) for m in masks] for masks in used], [sum(m.sum() for m in masks) for masks in used], flops
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peer", choices=("speculators", "specforge"))
-    parser.add_argument("dims", choices=tuple(DIMS))
-    parser.add_argument("workload", choices=("dense", "chat"))
-    parser.add_argument("--name")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--warm", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12)
-    options = parser.parse_args()
-    started = time.perf_counter()
+def measure(options, load):
+    """One row as a dict, like `measure` of benchmarks/training.py."""
+    started, d = time.perf_counter(), DIMS[options.dims]
     row = speculators_row if options.peer == "speculators" else specforge_row
-    marks, documents, supervised, flops = row(
-        DIMS[options.dims], options.workload, options.device, options.warm, options.steps
-    )
+    marks, documents, supervised, flops = row(d, load, options.device, options.warm, options.steps)
     if options.device == "cuda":
         torch.cuda.synchronize()
         times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
     else:
         times = [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
-    seconds = sum(times) / 1e3 if options.workload == "chat" else statistics.median(times) * len(times) / 1e3
+    seconds = sum(times) / 1e3 if load == "chat" else statistics.median(times) * len(times) / 1e3
+    tokens = sum(map(sum, documents))
     result = dict(
-        name=options.name or f"{options.peer}-{options.dims}-{options.workload}", ms=statistics.median(times),
-        spread_ms=max(times) - min(times), tokens_per_second=sum(map(sum, documents)) / seconds,
-        samples_per_second=sum(map(len, documents)) / seconds, supervised_per_second=float(sum(supervised)) / seconds,
+        name=f"{options.peer}-{options.dims}-{load}", ms=statistics.median(times),
+        spread_ms=max(times) - min(times), tokens_per_second=tokens / seconds,
+        samples_per_second=tokens / seconds / mean_length(d) if load == "chat" else sum(map(len, documents)) / seconds,
+        supervised_per_second=float(sum(supervised)) / seconds,
         mfu=sum(flops) / seconds / PEAK, total_s=time.perf_counter() - started,
     )  # fmt: skip
     if options.device == "cuda":
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
-    print("RESULT " + json.dumps(result), flush=True)
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=("speculators", "specforge"))
+    parser.add_argument("dims", choices=tuple(DIMS))
+    parser.add_argument("workloads", help="dense, chat, or both with a comma: one after the other in this process")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    for load in options.workloads.split(","):
+        print("RESULT " + json.dumps(measure(options, load)), flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

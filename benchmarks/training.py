@@ -2,27 +2,31 @@
 
     python benchmarks/training.py                                  # every row that this machine can run, then one table
     python benchmarks/training.py --only kimi-dense,kimi-chat --no-peers
+    python benchmarks/training.py --together --deadline 480  # our rows in one process, and no more than 480 s in all
     python benchmarks/training.py --device cpu --only tiny-chat,tiny-dense     # tries the whole program in a minute
 
-Every row runs in its own process (compilation, memory and failures stay apart) and prints RESULT {json}; the table
-comes last. Dimensions: Kimi-K2.5, SmolLM2-135M, and a tiny one. Workloads: `dense`, 8,192 tokens as four documents
-of 2,048, all supervised; `chat`, a fixed mix of conversations (mean about 1,000 tokens, at most 4,096, 45% supervised)
-packed by common/batches.py; `long`, one document of 32,768. MFU counts `useful_flops` (common/train_step.py) against
-790 TFLOP/s, what an H200 reaches in a large bf16 product. Peers run where they can be imported (benchmarks/peers.py).
+Every row runs in its own process (compilation, memory and failures stay apart; `--together` saves the imports) and
+prints RESULT {json}; the table and the bars of the project come last. Dimensions: Kimi-K2.5, SmolLM2-135M, and a tiny
+one. Workloads: `dense`, 8,192 tokens as four documents of 2,048, all supervised; `chat`, a fixed mix of conversations
+(mean about 1,000 tokens, at most 4,096, 45% supervised) packed by common/batches.py, whose samples/s are tokens/s over
+the mean length of the mix, so that which documents a few batches hold does not matter; `long`, one document of 32,768.
+MFU counts `useful_flops` (common/train_step.py) against 790 TFLOP/s, what an H200 reaches in a large bf16 product.
+Peers run where they can be imported (benchmarks/peers.py).
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-STARTED = time.perf_counter()
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -48,7 +52,7 @@ ROWS = {
     "kimi-dense-frozen": ("kimi", "dense", dict(frozen=True)),
     "kimi-chat": ("kimi", "chat", dict()),
     "kimi-chat-frozen": ("kimi", "chat", dict(frozen=True)),
-    "kimi-long": ("kimi", "long", dict()),
+    "kimi-long": ("kimi", "long", dict(steps=2, warm=1)),  # five seconds a step, nearly all of it attention
     "smollm2-dense": ("smollm2", "dense", dict(graph=True)),
     "smollm2-dense-launched": ("smollm2", "dense", dict()),  # without a CUDA graph
     "smollm2-chat": ("smollm2", "chat", dict(graph=True)),
@@ -63,6 +67,12 @@ PEER_ROWS = {
     "speculators-smollm2-dense": ("speculators", "smollm2", "dense"),
     "specforge-smollm2-dense": ("specforge", "smollm2", "dense"),
 }
+# tokens/s of the peers on one H200 on 2026-11-29 (speculators 0.9.0 with AdamW, SpecForge 0.2.0), for the bars of a run
+# without them; marked there
+EARLIER = {
+    "speculators-kimi-dense": 14775, "specforge-kimi-dense": 12017,
+    "speculators-smollm2-dense": 167873, "specforge-smollm2-dense": 104199,
+}  # fmt: skip
 
 
 def chat_mix(number: int = 512, seed: int = 0) -> list[np.ndarray]:
@@ -78,6 +88,12 @@ def chat_mix(number: int = 512, seed: int = 0) -> list[np.ndarray]:
             at += user + assistant
         masks.append(mask)
     return masks
+
+
+def mean_length(d) -> float:
+    """Tokens of a document of the chat mix of these dimensions, on average."""
+    masks = chat_mix() if d["vocab"] > 1000 else [mask[:256] for mask in chat_mix(64)]
+    return sum(map(len, masks)) / len(masks)
 
 
 def workload(name: str, tokens: int | None, small: bool):
@@ -151,7 +167,7 @@ def make_drafter(d, device, frozen):
 def measure(name: str, options: argparse.Namespace) -> dict:
     """Run one row of ours: warm up, time whole steps by events, split one by phase, read the peak of memory."""
     dims, load, how = ROWS[name]
-    d, device = DIMS[dims], options.device
+    d, device, started = DIMS[dims], options.device, time.perf_counter()
     frozen, graph = how.get("frozen", False), how.get("graph", False) and device == "cuda"
     batches, padding = make_batches(load, d, options.tokens, device)
     drafter, teacher = make_drafter(d, device, frozen)
@@ -192,12 +208,13 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
     losses = [train_on(batches[0])[0].item()]
     first_step = time.perf_counter()
-    for i in range(options.warm):
+    for i in range(how.get("warm", options.warm)):
         train_on(batches[i % len(batches)])
     synchronise(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    marks = [train_on(batches[i % len(batches)])[1] for i in range(options.steps)]
+        at_rest = torch.cuda.memory_allocated()
+    marks = [train_on(batches[i % len(batches)])[1] for i in range(how.get("steps", options.steps))]
     losses.append(train_on(batches[0])[0].item())
     synchronise(device)
     times = [between(m[0], n[0]) for m, n in zip(marks, marks[1:], strict=False)]
@@ -209,17 +226,20 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         useful_flops(drafter.config, b.num_tokens, b.num_queries, b.num_predicted, b.num_pairs, STEPS, not frozen)
         for b in used
     )
+    tokens_per_second = sum(b.num_tokens for b in used) / seconds
+    documents_per_token = sum(b.num_documents for b in used) / sum(b.num_tokens for b in used)
     result = dict(
         name=name, ms=statistics.median(times), spread_ms=max(times) - min(times),
-        tokens_per_second=sum(b.num_tokens for b in used) / seconds,
-        samples_per_second=sum(b.num_documents for b in used) / seconds,
+        tokens_per_second=tokens_per_second,
+        samples_per_second=tokens_per_second * (1 / mean_length(d) if load == "chat" else documents_per_token),
         supervised_per_second=sum(b.num_predicted for b in used) / seconds,
         mfu=flops / seconds / PEAK, padding=padding, tokens=used[0].num_tokens, queries=used[0].num_queries,
-        first_loss=losses[0], last_loss=losses[1], import_s=built - STARTED, first_step_s=first_step - built, **phases,
+        first_loss=losses[0], last_loss=losses[1], build_s=built - started, first_step_s=first_step - built, **phases,
     )  # fmt: skip
     if device == "cuda":
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        result["kb_a_token"] = (torch.cuda.max_memory_allocated() - at_rest) / 1e3 / used[0].num_tokens
     if options.profile:
         print_kernels(lambda: train_on(batches[0]), options.profile)
     return result
@@ -243,26 +263,90 @@ def print_kernels(run, number):
         print(f"  {milliseconds:8.2f} ms x{count:<4d} {key}")
 
 
-def in_a_process(command: list[str], limit: int) -> dict | None:
-    """Run one row; its RESULT, or None after saying why there is none."""
+def in_a_process(command: list[str], limit: float) -> list[dict]:
+    """Run some rows; their RESULTs, as many as came within `limit` seconds, after saying why any is missing."""
     print("$", " ".join(command[1:]), flush=True)
     try:
         done = subprocess.run(command, timeout=limit, capture_output=True, text=True, cwd=ROOT)
         output = done.stdout + done.stderr
+        complete = done.returncode == 0
     except subprocess.TimeoutExpired as expired:
         output = "".join((x or b"").decode(errors="replace") for x in (expired.stdout, expired.stderr))
-        output += f"\nno result within {limit} s"
-    (Path(os.environ.get("OUT", "/tmp")) / "training_benchmark.log").open("a").write(output)
-    for line in output.splitlines():
-        if line.startswith(("kernels:", "  ")) and " ms" in line:
-            print(line)
-        if line.startswith("RESULT "):
-            return json.loads(line[7:])
-    print("no result:", " | ".join(output.strip().splitlines()[-4:])[-1500:], flush=True)
-    return None
+        output += f"\nno more results: stopped after {limit:.0f} s"
+        complete = False
+    with (Path(os.environ.get("OUT", "/tmp")) / "training_benchmark.log").open("a") as log:
+        log.write(output)
+    found = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
+    for result in found:
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+    if not complete or not found:
+        print("incomplete:", " | ".join(output.strip().splitlines()[-4:])[-1200:], flush=True)
+    return found
+
+
+def print_bars(results: dict[str, dict]) -> None:
+    """The project's bars: name, measured, bar, pass or fail; rows that are missing are named."""
+
+    def value(row, key):
+        return results[row][key], ""
+
+    def against(ours, peer, key):
+        """Our figure over the peer's."""
+        if peer in results:
+            return results[ours][key] / results[peer][key], ""
+        if key == "tokens_per_second" and peer in EARLIER:
+            return results[ours][key] / EARLIER[peer], "peer of an earlier run"
+        raise KeyError(peer)
+
+    tokens, samples = "tokens_per_second", "samples_per_second"
+    long = "kimi-long"
+    bars = [
+        ("kimi-dense: MFU", 0.74, +1, lambda: value("kimi-dense", "mfu")),
+        ("kimi-dense: peak GB", 42, -1, lambda: value("kimi-dense", "peak_gb")),
+        ("kimi-dense-frozen / speculators", 1.15, +1,
+         lambda: against("kimi-dense-frozen", "speculators-kimi-dense", tokens)),
+        ("kimi-dense / specforge", 1.3, +1, lambda: against("kimi-dense", "specforge-kimi-dense", tokens)),
+        ("kimi-chat-frozen / speculators", 2.2, +1,
+         lambda: against("kimi-chat-frozen", "speculators-kimi-chat", samples)),
+        ("kimi-chat / specforge", 2.2, +1, lambda: against("kimi-chat", "specforge-kimi-chat", samples)),
+        ("kimi-chat, head trained / speculators, head frozen", 2.2, +1,
+         lambda: against("kimi-chat", "speculators-kimi-chat", samples)),
+        ("smollm2-dense / speculators", 2.5, +1,
+         lambda: against("smollm2-dense", "speculators-smollm2-dense", tokens)),
+        ("smollm2-dense / specforge", 2.5, +1, lambda: against("smollm2-dense", "specforge-smollm2-dense", tokens)),
+        ("kimi-long / kimi-dense: memory a token", 1.05, -1,
+         lambda: (results[long]["kb_a_token"] / results["kimi-dense"]["kb_a_token"], "")),
+    ]  # fmt: skip
+    print(f"\n{'bar':52s} {'measured':>9s} {'bar':>8s}")
+    for name, bar, sign, measure_it in bars:
+        try:
+            measured, note = measure_it()
+        except KeyError as missing:
+            print(f"{name:52s} {'-':>9s} {'>=' if sign > 0 else '<='}{bar:6.2f}  not measured: no {missing.args[0]}")
+            continue
+        passed = "pass" if sign * measured >= sign * bar else "FAIL"
+        print(f"{name:52s} {measured:9.3f} {'>=' if sign > 0 else '<='}{bar:6.2f}  {passed} {note}")
+
+
+def commands(names: list[str], options) -> list[tuple[list[str], int]]:
+    """(command, rows in it): ours first, one process a row or all together; peers by trainer and dimensions."""
+    ours = [name for name in names if name not in PEER_ROWS]
+    groups = [",".join(ours)] if options.together and ours else ours
+    made = [([sys.executable, *sys.argv, "--row", group], len(group.split(","))) for group in groups]
+    theirs = {}
+    for name in names:
+        if name in PEER_ROWS:
+            peer, dims, load = PEER_ROWS[name]
+            theirs.setdefault((peer, dims), []).append(load)
+    for (peer, dims), loads in theirs.items():
+        command = [sys.executable, str(ROOT / "benchmarks/peers.py"), peer, dims, ",".join(loads)]
+        command += ["--steps", str(options.steps), "--warm", str(options.warm), "--device", options.device]
+        made.append((command, len(loads)))
+    return made
 
 
 def main():
+    began = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="comma-separated rows; default: all but the tiny ones")
@@ -271,26 +355,33 @@ def main():
     parser.add_argument("--tokens", type=int, help="tokens a step, instead of the workload's own number")
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--warm", type=int, default=3, help="steps before them")
-    parser.add_argument("--profile", type=int, default=0, help="print this many of the longest kernels of a step")
+    parser.add_argument("--profile", type=int, default=0, help="log this many of the longest kernels of a step")
     parser.add_argument("--limit", type=int, default=240, help="seconds a row may take")
+    parser.add_argument("--together", action="store_true", help="our rows in one process")
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds for all rows; the rest is left out")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        print("RESULT " + json.dumps(measure(options.row, options)), flush=True)
-        return
+        failures = 0
+        for name in options.row.split(","):
+            try:
+                print("RESULT " + json.dumps(measure(name, options)), flush=True)
+            except Exception:
+                failures += 1
+                print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
+            gc.collect()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+        sys.exit(1 if failures else 0)
     names = options.only.split(",") if options.only else [*(r for r in ROWS if "tiny" not in r), *PEER_ROWS]
     names = [name for name in names if options.peers or name not in PEER_ROWS]
     results = []
-    for name in names:
-        if name in PEER_ROWS:
-            command = [sys.executable, str(ROOT / "benchmarks/peers.py"), *PEER_ROWS[name], "--name", name]
-            command += ["--steps", str(options.steps), "--warm", str(options.warm), "--device", options.device]
-        else:
-            command = [sys.executable, *sys.argv, "--row", name]
-        result = in_a_process(command, options.limit)
-        if result:
-            results.append(result)
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+    for command, rows in commands(names, options):
+        left = options.deadline - (time.perf_counter() - began)
+        if left < 20:
+            print("left out, the time is up:", " ".join(command[1:]), flush=True)
+            continue
+        results += in_a_process(command, min(options.limit * rows, left))
     heads = ("ms/step", "tokens/s", "superv./s", "samples/s", "MFU", "peak GB")
     print(f"\n{'row':28s} " + " ".join(f"{head:>9s}" for head in heads))
     for r in results:
@@ -298,6 +389,7 @@ def main():
             f"{r['name']:28s} {r['ms']:9.1f} {r['tokens_per_second']:9,.0f} {r['supervised_per_second']:9,.0f} "
             f"{r['samples_per_second']:9.2f} {100 * r['mfu']:8.1f}% {r.get('peak_gb', float('nan')):9.1f}"
         )
+    print_bars({r["name"]: r for r in results})
 
 
 if __name__ == "__main__":

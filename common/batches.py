@@ -152,13 +152,14 @@ def fit(records, sizes: np.ndarray, max_tokens: int, long_documents: str) -> tup
 def choose_budget(sizes: np.ndarray, max_tokens: int) -> Budget:
     """Room for `max_tokens` tokens and for the query rows and predicted tokens that this many hold on average.
 
-    sizes: int64 [N, 3] as from `scan`. Each room takes the largest document and is a multiple of 16 (one matrix tile).
-    A data set smaller than one batch gets a batch of its own size.
+    sizes: int64 [N, 3] as from `scan`. Each room takes the largest document and is a multiple of 16, from 4,096 rows on
+    of 128 (matrix tiles). A data set smaller than one batch gets a batch of its own size.
     """
     total, largest = sizes.sum(0), sizes.max(0)
     tokens = max(min(max_tokens, round_up(total[0], 16)), int(largest[0]))
     average = np.ceil(tokens * SLACK * total / total[0])
-    queries, predicted = (round_up(max(average[i], largest[i]), 16) for i in (1, 2))
+    tile = 128 if average[2] >= 4096 else 16  # large products run in larger tiles
+    queries, predicted = (round_up(max(average[i], largest[i]), tile) for i in (1, 2))
     return Budget(tokens, max(queries, predicted), predicted)
 
 
