@@ -356,7 +356,7 @@ def main():
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--warm", type=int, default=3, help="steps before them")
     parser.add_argument("--profile", type=int, default=0, help="log this many of the longest kernels of a step")
-    parser.add_argument("--limit", type=int, default=240, help="seconds a row may take")
+    parser.add_argument("--limit", type=int, default=240, help="seconds a row may take; 45 s more for imports")
     parser.add_argument("--together", action="store_true", help="our rows in one process")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds for all rows; the rest is left out")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -381,7 +381,7 @@ def main():
         if left < 20:
             print("left out, the time is up:", " ".join(command[1:]), flush=True)
             continue
-        results += in_a_process(command, min(options.limit * rows, left))
+        results += in_a_process(command, min(options.limit * rows + 45, left))
     heads = ("ms/step", "tokens/s", "superv./s", "samples/s", "MFU", "peak GB")
     print(f"\n{'row':28s} " + " ".join(f"{head:>9s}" for head in heads))
     for r in results:
