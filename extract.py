@@ -15,10 +15,8 @@ sample once the token that follows from its stored state is the one that the eng
 
 import json
 import os
-import signal
 import sys
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +25,7 @@ from common import ranks
 from common.arguments import as_dict, parse
 from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_process, read_rows, read_target, tokenize
+from common.extraction_view import Figures, Interrupts, resume_line, summary
 from common.placement import Placement
 from common.plan import plan_of, plan_text
 from common.progress import Progress
@@ -102,7 +101,7 @@ def main() -> int:
     target = read_target(args)
     if args.plan:
         progress = Progress("plan", total=None, unit="rows", stream=sys.stderr)
-        samples = tokenize(args, target, read_rows(args), None, None, progress)
+        samples, _ = tokenize(args, target, read_rows(args), None, None, progress)
         progress.close()
         replicas = place_process(args, target["device"], max(target["gpus"], args.tp)).replicas
         plan = plan_of(samples, target, args.state_dtype, args.ring_gb, gpus=args.tp * replicas)
@@ -136,13 +135,14 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         nonlocal run_directory
         rows = read_rows(args)
         per_block = args.rows_per_block
-        if per_block is None and not (out / "dataset.json").exists():
-            per_block = max(1, min(2000, -(-len(rows) // (4 * placement.replicas)))) if placement.replicas > 1 else 2000
+        if per_block is None and placement.replicas > 1 and not (out / "dataset.json").exists():
+            per_block = max(1, min(2000, len(rows) // (4 * placement.replicas)))  # four blocks a replica, to share out
         run_directory = open_directory(True, len(rows), per_block)
         run_directory.note(model_path=os.path.abspath(target["folder"]))
         return rows
 
     rows = ranks.from_first(prepare)
+    address = ranks.address_of(placement.first_rank) if placement.engine_nodes > 1 else None
     heartbeat = out / ("heartbeat.json" if leader else f"heartbeat-{rank}.json")
     progress = Progress("extract", total=None, heartbeat=heartbeat, stream=terminal, quiet=not prints)
     engine = None
@@ -151,16 +151,17 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         for line in run_directory.found.lines() if leader else ():
             progress.note(line)
         if args.regenerate:
-            engine = start(args, target, placement, out, progress)
+            if placement.starts_engine:
+                engine = start(args, target, placement, address, out, progress)
             rows = regenerate(args, target, placement, rows, out, engine, progress, interrupted)
-        samples = ranks.from_first(lambda: tokenize(args, target, rows, run_directory, out, progress))
+        samples, pending = ranks.from_first(lambda: tokenize(args, target, rows, run_directory, out, progress))
         if not leader:
             run_directory = open_directory(False, len(rows), None)
-        share = own_share(run_directory, samples, placement)
+        share = own_share(samples, pending, run_directory.rows_per_block, placement)
         progress.total = len(samples)
-        figures = Figures(progress, out, run_directory, len(samples))
-        if engine is None and placement.starts_engine and ranks.summed([len(share)])[0]:
-            engine = start(args, target, placement, out, progress)
+        figures = Figures(progress, out, done_before=len(samples) - len(pending), replicas=placement.replicas)
+        if engine is None and placement.starts_engine and share:
+            engine = start(args, target, placement, address, out, progress)
         checks = None
         if engine is not None and placement.engine_node == 0 and share:
             checks = engine.loop.run_until_complete(
@@ -168,6 +169,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
             )
         progress.stage("waiting for the other replicas" if world_size > 1 else "finishing")
         every_check = [check for check in ranks.gathered(checks) if check]
+        progress.update(figures.done())
         if interrupted.seen:
             progress.close(resume_line(run_directory, len(samples), "stopped"))
             return EXIT_INTERRUPTED
@@ -197,8 +199,8 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
 # ---- engine and capture --------------------------------------------------------------------------------------------
 
 
-def start(args, target: dict, placement: Placement, out: Path, progress: Progress):
-    """The engine of this replica (None on its further nodes); takes a minute or more."""
+def start(args, target: dict, placement: Placement, address: str | None, out: Path, progress: Progress):
+    """The engine of this replica; takes a minute or more."""
     from common.engine import EngineSettings, start_engine
 
     progress.stage("loading the engine")
@@ -214,7 +216,7 @@ def start(args, target: dict, placement: Placement, out: Path, progress: Progres
         decode_graphs=args.regenerate and target["device"] == "cuda",
         extra=target["engine_arguments"],
         placement=placement,
-        init_address=ranks.address_of(placement.first_rank) if placement.engine_nodes > 1 else None,
+        init_address=address,
     )
     return start_engine(settings, engine_log(out, placement))
 
@@ -237,8 +239,8 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
     progress.stage("proving the first batch")
     async with Capture(engine, run_directory, target["points"], settings, figures.committed, progress.note) as session:
         figures.session = session
-        interrupted.watch(session.stop, session.fail, lambda: len(session.samples), progress)
-        await session.take(share)
+        with interrupted.watched(session.stop, session.fail, lambda: len(session.samples), progress):
+            await session.take(share)
     return session.self_checks()
 
 
@@ -264,12 +266,12 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
             progress.update(state["rows"], new_tokens_per_second=speed)
 
         async def go():
-            interrupted.watch(lambda: None, lambda error: None, lambda: "the", progress)
-            return await answer(
-                engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",
-                temperature=args.temperature, max_new_tokens=args.max_new_tokens, context_length=target["context"],
-                template_kwargs=target["template_kwargs"], on_done=on_done, should_stop=lambda: interrupted.seen,
-            )  # fmt: skip
+            with interrupted.watched(lambda: None, lambda error: None, lambda: "the", progress):
+                return await answer(
+                    engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",
+                    temperature=args.temperature, max_new_tokens=args.max_new_tokens, context_length=target["context"],
+                    template_kwargs=target["template_kwargs"], on_done=on_done, should_stop=lambda: interrupted.seen,
+                )  # fmt: skip
 
         for text, count in engine.loop.run_until_complete(go()).items():
             progress.note(f"{count:,} {text}")
@@ -287,110 +289,6 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
 
     ranks.from_first(collect)
     return load_rows(str(chats))
-
-
-class Interrupts:
-    """Ctrl-C or SIGTERM: once lets the samples in flight finish, twice gives them up."""
-
-    def __init__(self):
-        self.seen = False
-
-    def watch(self, stop, fail, in_flight, progress: Progress):
-        """Called inside a running event loop, once the engine has installed its own handlers."""
-        import asyncio
-
-        from common.engine import ChildSignals
-
-        def interrupt():
-            if self.seen:
-                return fail(KeyboardInterrupt())
-            self.seen = True
-            progress.note(f"stopping: {in_flight()} samples in flight are finished first (again: give them up)")
-            stop()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)
-        ChildSignals.on_terminate = interrupt
-
-
-# ---- what a person sees --------------------------------------------------------------------------------------------
-
-
-class Figures:
-    """Counts durable samples of this process and shows them, on rank 0 together with those of the other replicas."""
-
-    def __init__(self, progress: Progress, out: Path, run_directory: RunDirectory, total: int):
-        self.progress, self.out, self.total = progress, out, total
-        self.before = total - len(run_directory.pending())  # done in earlier runs
-        self.samples = self.tokens = self.bytes = 0
-        self.started = time.monotonic()
-        self.recent: deque = deque(maxlen=256)  # (time, tokens, bytes)
-        self.session = None
-        progress.update(self.done())
-
-    def committed(self, record) -> None:
-        """A sample became durable (or was set aside: None)."""
-        self.samples += 1
-        if record is not None:
-            self.tokens += record.tokens
-            self.bytes += record.bytes
-        self.recent.append((time.monotonic(), self.tokens, self.bytes))
-        first, last = self.recent[0], self.recent[-1]
-        seconds = max(last[0] - first[0], 1e-9) if len(self.recent) > 1 else time.monotonic() - self.started
-        base = first if len(self.recent) > 1 else (0, 0, 0)
-        disk = os.statvfs(self.out)
-        self.progress.update(
-            self.done(),
-            tokens_per_second=(last[1] - base[1]) / seconds,
-            gb_per_second=round((last[2] - base[2]) / seconds / 1e9, 4),
-            disk_left=f"{disk.f_bavail * disk.f_frsize / 1e9:,.0f} GB",
-            ring_stalled=f"{self.session.stalled_seconds() if self.session else 0:.0f} s",
-        )
-
-    def done(self) -> int:
-        return self.before + self.samples + sum(self.of_others())
-
-    def of_others(self):
-        """Samples that the other replicas have done, from their heartbeats."""
-        if self.progress.quiet:
-            return
-        for path in self.out.glob("heartbeat-*.json"):
-            try:
-                beat = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            if beat["time"] > time.time() - 60:
-                yield beat["done"] - self.before
-
-
-def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figures) -> str:
-    report = status(out)
-    seconds = time.monotonic() - figures.started
-    speed = f"; {figures.tokens / seconds:,.0f} tokens/s" if figures.tokens else ""
-    lines = [
-        f"{report['committed']:,} samples, {report['tokens']:,} tokens ({report['supervised_tokens']:,} supervised), "
-        f"{report['bytes'] / 1e9:.3f} GB in {out}{speed}"
-    ]
-    for reasons in (report["skips_by_reason"], report["set_aside_by_reason"]):
-        lines += [f"{count:,} rows left out: {reason}" for reason, count in reasons.items()]
-    for check in run_directory.info.get("run", {}).get("self_checks") or []:
-        proofs, own = check["first_batch"], check["own_token"]
-        equal = min(share for proof in proofs for name, share in proof["bit_equal"].items() if name != "last state")
-        norm_error = max(proof["relative_error"]["last state"] for proof in proofs)
-        lines.append(
-            f"proven: capture points of the first batch {equal:.0%} bit-equal to SGLang's own capture, norm of the "
-            f"last state within {norm_error:.1g}; own token right for {own['checked']:,} samples "
-            f"({own['near_ties']} near-ties)"
-        )
-    lines.append(f"next: python train_drafter.py --data {out} --output drafter/")
-    return "\n".join(lines)
-
-
-def resume_line(run_directory: RunDirectory, total: int, word: str) -> str:
-    if run_directory is None:
-        return f"{word}; nothing was captured yet"
-    safe = len(run_directory.committed)
-    return f"{word}: {safe:,} of {total:,} samples are safe. The same command goes on: {' '.join(sys.argv)}"
 
 
 def verify_directory(args) -> int:

@@ -65,6 +65,7 @@ class Capture:
     async def __aenter__(self) -> "Capture":
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
+        self.started = time.monotonic()
         self.rid_prefix = f"capture-{secrets.token_hex(4)}-"  # rows of an earlier session are not ours
         self.connections: dict[int, object] = {}
         self.open_connections = 0
@@ -333,10 +334,12 @@ class Capture:
         return sum(figures["stalled_seconds"] for figures in self.rank_figures.values())
 
     def self_checks(self) -> dict:
-        """The result of both checks, for dataset.json."""
+        """The result of both checks, for dataset.json; `seconds` is what they cost the slowest rank's scheduler."""
         return {
             "first_batch": self.proofs,
             "own_token": {"checked": self.committed, "near_ties": self.near_ties, "mismatches": 0},
+            "seconds": round(max((f["check_seconds"] for f in self.rank_figures.values()), default=0.0), 4),
+            "of_seconds": round(time.monotonic() - self.started, 4),
         }
 
 

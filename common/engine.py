@@ -204,6 +204,9 @@ def start_engine(settings: EngineSettings, log: Path):
         except (EngineDied, RuntimeError, ValueError, AssertionError, OSError, ImportError) as error:
             kill_children()
             raise UserError(f"the engine did not start: {cause_in(log, offset) or error} (whole log: {log})") from None
+        except KeyboardInterrupt:
+            kill_children()
+            raise
     quieten_logging(log)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager.signal_handler_class = ChildSignals

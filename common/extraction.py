@@ -98,8 +98,11 @@ def read_rows(args) -> list:
     return list(one_row_per_turn(rows)) if args.supervise == "each" else rows
 
 
-def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, progress) -> list:
-    """Token ids and loss masks; skipped rows are recorded, captured rows must still be the same."""
+def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, progress) -> tuple[list, set[int]]:
+    """Samples with token ids and loss mask, and which of them (by index) are still to be captured.
+
+    Skipped rows are recorded in the directory; rows captured before must still be the same.
+    """
     progress.stage(f"tokenizing {len(rows):,} rows")
     result = tokenize_rows(
         rows,
@@ -120,17 +123,18 @@ def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, pr
     )
     for text, count in [*result.skipped.items(), *result.remarks.items()]:
         progress.note(f"{count:,} rows: {text}")
-    if run_directory is not None:
-        sources = {row.index: row.source for row in rows}
-        run_directory.skip([Skipped(index, reason, sources.get(index)) for index, reason in result.skipped_rows])
-        for sample in result.rows:
-            run_directory.check_row(sample.index, sample.row_hash)
-        pending = set(run_directory.pending())
-        lengths = [len(sample.input_ids) for sample in result.rows if sample.index in pending]
-        points = len(target["points"].points)
-        require_disk(out, plan_bytes(lengths, points, target["hidden_size"], args.state_dtype), args.force)
-        check_ring(args, target, lengths)
-    return result.rows
+    if run_directory is None:
+        return result.rows, {sample.index for sample in result.rows}
+    sources = {row.index: row.source for row in rows}
+    run_directory.skip([Skipped(index, reason, sources.get(index)) for index, reason in result.skipped_rows])
+    for sample in result.rows:
+        run_directory.check_row(sample.index, sample.row_hash)
+    pending = set(run_directory.pending())
+    lengths = [len(sample.input_ids) for sample in result.rows if sample.index in pending]
+    points = len(target["points"].points)
+    require_disk(out, plan_bytes(lengths, points, target["hidden_size"], args.state_dtype), args.force)
+    check_ring(args, target, lengths)
+    return result.rows, pending
 
 
 def check_ring(args, target: dict, lengths: list[int]) -> None:
@@ -149,13 +153,12 @@ def chunk_tokens(args, target: dict) -> int | None:
     return args.chunk_tokens or (2048 if target["device"] == "cpu" else None)
 
 
-def own_share(run_directory, samples: list, placement: Placement) -> list:
+def own_share(samples: list, pending: set[int], rows_per_block: int, placement: Placement) -> list:
     """The pending samples of this replica: whole blocks, the largest first to the replica with the least to do."""
-    pending = set(run_directory.pending())
     blocks: dict[int, list] = {}
     for sample in samples:
         if sample.index in pending:
-            blocks.setdefault(sample.index // run_directory.rows_per_block, []).append(sample)
+            blocks.setdefault(sample.index // rows_per_block, []).append(sample)
     load = [0] * placement.replicas
     share = []
     for block in sorted(blocks.values(), key=lambda block: -sum(len(sample.input_ids) for sample in block)):

@@ -14,6 +14,7 @@ compares it with the engine's answer.
 """
 
 import contextlib
+import time
 from dataclasses import dataclass
 
 import torch
@@ -271,6 +272,7 @@ class Tap:
             if self.batch is None:
                 raise RuntimeError("no layer hook ran in this forward pass; the layers' names do not match the model")
             post_norm, lm_head = args[1], args[2]
+            began = time.monotonic()
             if self.proof.pending:
                 aux = args[4] if len(args) > 4 else None
                 if result := self.proof.check(aux, post_norm):
@@ -282,6 +284,7 @@ class Tap:
                 own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))
                 self.copy(own, host_own, 0)
                 self.copy(self.last_rows.to(self.dtype), host_last, 0)
+            self.writers.check_seconds += time.monotonic() - began
             event = None
             if self.on_gpu:
                 event = torch.cuda.Event()
@@ -304,6 +307,7 @@ class Tap:
             yield
         except Exception as error:
             self.writers.fail(error)
+
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 

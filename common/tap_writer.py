@@ -66,6 +66,7 @@ class Writers:
         self.samples_changed = threading.Condition()
         self.jobs: queue.Queue[Finished | None] = queue.Queue()
         self.failed: str | None = None
+        self.check_seconds = 0.0  # that the scheduler's thread spent on both self-checks
         self.run_lock = join_run(settings["out"])
         self.connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
         self.lock = threading.Lock()  # of the connection and of the regions' users
@@ -123,8 +124,12 @@ class Writers:
             self.ring.release(region.start)
 
     def figures(self) -> dict:
-        ring = self.ring
-        return {"rank": self.rank, "stalled_seconds": ring.stalled_seconds, "ring_peak_bytes": ring.peak_bytes}
+        return {
+            "rank": self.rank,
+            "stalled_seconds": self.ring.stalled_seconds,
+            "ring_peak_bytes": self.ring.peak_bytes,
+            "check_seconds": self.check_seconds,
+        }
 
     # -- the committing process --
 
