@@ -203,7 +203,7 @@ def tune_loss(name, budget_s):
     arguments = (hidden, head, teacher, last, slots, torch.full((count, STEPS), 1e-4, device=DEVICE), slots[:, 0])
     started, before = time.perf_counter(), losses.LOGITS_PER_CHUNK["cuda"]
     usual = losses_triton.BLOCK, losses_triton.WARPS
-    for block, warps in ((1024, 4), (512, 4), (2048, 8), (512, 2)):
+    for block, warps in ((1024, 4), (1024, 8), (512, 4), (2048, 8)):
         losses_triton.BLOCK, losses_triton.WARPS = block, warps
         found = []
         for power in (27, 28, 29, 30):

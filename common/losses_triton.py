@@ -41,6 +41,9 @@ def cross_entropy_kernel(
     real = k < STEPS
     student = student_ptr + ((r * STEPS + k) * num_logits)[:, None]  # [K, 1]
     wanted = tl.load(ids_ptr + r)
+    inside = (wanted >= 0) & (wanted < num_logits)
+    # read here: the reductions below wait for every thread, so none has yet written a gradient over it
+    own = tl.load(student_ptr + (r * STEPS + k) * num_logits + wanted, mask=real & inside, other=NOTHING)
     m = tl.full([ROWS, EIGHTHS], NOTHING, tl.float32)
     before = tl.full([ROWS, EIGHTHS], NOTHING, tl.float32)  # the largest logit left of the wanted one
     total = tl.zeros([ROWS, EIGHTHS], tl.float32)
@@ -61,8 +64,6 @@ def cross_entropy_kernel(
     top = tl.max(m, 1)
     lse = top * LOG2E + tl.log2(tl.sum(total * tl.exp2((m - top[:, None]) * LOG2E), 1))  # [K], in units of log2
     tl.store(entropy_ptr + r * STEPS + k, lse * LN2 - tl.sum(cross, 1), mask=real)
-    inside = (wanted >= 0) & (wanted < num_logits)
-    own = tl.load(student_ptr + (r * STEPS + k) * num_logits + wanted, mask=real & inside, other=NOTHING)
     hit = inside & (own.to(tl.float32) == top) & (tl.max(before, 1) < top)  # the first of the largest, as argmax
     tl.store(hits_ptr + r * STEPS + k, hit.to(tl.int8), mask=real)
 
