@@ -142,7 +142,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         return rows
 
     rows = ranks.from_first(prepare)
-    address = ranks.address_of(placement.first_rank) if placement.engine_nodes > 1 else None
+    meeting = meeting_place(args, placement)
     heartbeat = out / ("heartbeat.json" if leader else f"heartbeat-{rank}.json")
     progress = Progress("extract", total=None, heartbeat=heartbeat, stream=terminal, quiet=not prints)
     engine = None
@@ -152,7 +152,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
             progress.note(line)
         if args.regenerate:
             if placement.starts_engine:
-                engine = start(args, target, placement, address, out, progress)
+                engine = start(args, target, placement, meeting, out, progress)
             rows = regenerate(args, target, placement, rows, out, engine, progress, interrupted)
         samples, pending = ranks.from_first(lambda: tokenize(args, target, rows, run_directory, out, progress))
         if not leader:
@@ -161,7 +161,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         progress.total = len(samples)
         figures = Figures(progress, out, done_before=len(samples) - len(pending), replicas=placement.replicas)
         if engine is None and placement.starts_engine and share:
-            engine = start(args, target, placement, address, out, progress)
+            engine = start(args, target, placement, meeting, out, progress)
         checks = None
         if engine is not None and placement.engine_node == 0 and share:
             checks = engine.loop.run_until_complete(
@@ -199,7 +199,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
 # ---- engine and capture --------------------------------------------------------------------------------------------
 
 
-def start(args, target: dict, placement: Placement, address: str | None, out: Path, progress: Progress):
+def start(args, target: dict, placement: Placement, meeting: dict, out: Path, progress: Progress):
     """The engine of this replica; takes a minute or more."""
     from common.engine import EngineSettings, start_engine
 
@@ -216,9 +216,21 @@ def start(args, target: dict, placement: Placement, address: str | None, out: Pa
         decode_graphs=args.regenerate and target["device"] == "cuda",
         extra=target["engine_arguments"],
         placement=placement,
-        init_address=address,
+        **meeting,
     )
     return start_engine(settings, engine_log(out, placement))
+
+
+def meeting_place(args, placement: Placement) -> dict:
+    """Where the nodes of a replica that spans several meet; every process of the job calls it."""
+    if placement.engine_nodes == 1:
+        return {}
+    from common.tap_link import Links
+
+    first = placement.starts_engine and placement.engine_node == 0
+    links = Links(args.tp, over_nodes=True) if first else None
+    line = ranks.gathered(links.where if links else None)[placement.first_rank]
+    return {"init_address": ranks.address_of(placement.first_rank), "links": links, "line": line}
 
 
 def engine_log(out: Path, placement: Placement) -> Path:

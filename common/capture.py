@@ -1,6 +1,6 @@
 """The committing side of a capture: prompts into the engine, records from the tap, lines into the manifest.
 
-    async with Capture(engine, run, ...) as capture:     # switches the tap on in every scheduler process
+    async with Capture(engine, run, ...) as capture:     # begins a session of the tap in every scheduler process
         await capture.take(samples)                      # returns when all are committed, or raises
 
 For each sample two things come back on separate ways: the engine's answer (one greedy token, through SGLang's own
@@ -11,15 +11,12 @@ logits are closer than their rounding, are counted instead.
 """
 
 import asyncio
+import contextlib
+import os
 import secrets
-import shutil
-import socket
-import tempfile
-import threading
+import signal
 import time
 from collections import Counter, deque
-from multiprocessing.connection import Listener
-from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +24,7 @@ from common.engine import ChildSignals, EngineDied
 from common.errors import UserError
 
 MOST_NEAR_TIES = 0.05  # share of samples; more of them is no rounding
+SILENCE_SECONDS = 1800.0  # a forward pass and the disk take seconds; beyond this the engine hangs
 COMMIT_SECONDS = 0.2  # records that arrive within this time share one fsync
 
 
@@ -65,34 +63,27 @@ class Capture:
     async def __aenter__(self) -> "Capture":
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
-        self.started = time.monotonic()
-        self.rid_prefix = f"capture-{secrets.token_hex(4)}-"  # rows of an earlier session are not ours
-        self.connections: dict[int, object] = {}
-        self.open_connections = 0
-        self.folder = tempfile.mkdtemp(prefix="capture-")
-        over_nodes = self.engine.server_args.nnodes > 1
-        address = (socket.gethostname(), 0) if over_nodes else str(Path(self.folder) / "tap")
-        authkey = secrets.token_bytes(16)
-        self.listener = Listener(address, authkey=authkey, backlog=self.ranks)
-        threading.Thread(target=self.accept, daemon=True, name="capture-accept").start()
+        self.started = self.last_sign = time.monotonic()
+        self.session = f"capture-{secrets.token_hex(4)}"  # rows and messages of an earlier session are not ours
+        self.links = self.engine.links
+        self.begun = self.ended = 0
+        self.links.on_message = lambda *message: self.loop.call_soon_threadsafe(self.message, *message)
         ChildSignals.on_dead_child = lambda: self.fail(EngineDied("a process of the engine died"))
-        settings = self.settings
-        await self.rpc(
-            "tap_begin",
-            rid_prefix=self.rid_prefix,
-            address=self.listener.address,
-            authkey=authkey.hex(),
-            out=str(self.run.out),
-            layout=self.run.layout,
-            rows_per_block=self.run.rows_per_block,
-            points=list(self.points.points),
-            names=self.points.names(),
-            hidden_size=settings["hidden_size"],
-            dtype=settings["dtype"],
-            ring_bytes=settings["ring_bytes"],
-            writers=settings["writers"],
-        )
-        await self.until(lambda: len(self.connections) == self.ranks)
+        await self.until(self.links.connected)
+        settings = {
+            "session": self.session,
+            "ranks": self.ranks,
+            "out": str(self.run.out),
+            "layout": self.run.layout,
+            "rows_per_block": self.run.rows_per_block,
+            "points": list(self.points.points),
+            "names": self.points.names(),
+        }
+        for name in ("hidden_size", "dtype", "ring_bytes", "writers"):
+            settings[name] = self.settings[name]
+        for rank in range(self.ranks):
+            self.links.send(rank, "begin", **settings)
+        await self.until(lambda: self.begun == self.ranks)
         self.committer = asyncio.create_task(self.commit_loop())
         return self
 
@@ -101,26 +92,13 @@ class Capture:
         self.committer.cancel()
         try:
             if not isinstance(self.error, EngineDied):
-                await self.rpc("tap_end")
-            deadline = time.monotonic() + 10
-            while self.open_connections and time.monotonic() < deadline:  # records that are still on their way
-                await asyncio.sleep(0.01)
+                for rank in range(self.ranks):
+                    self.links.send(rank, "end")
+                while self.ended < self.ranks and not isinstance(self.error, EngineDied):
+                    await asyncio.sleep(0.02)
             self.commit_ready()
         finally:
-            self.listener.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    async def rpc(self, method: str, **parameters):
-        """Call a method of the scheduler on every rank, without blocking the event loop (a rank may die meanwhile)."""
-        call = self.loop.run_in_executor(None, lambda: self.engine.collective_rpc(method, **parameters))
-        while not call.done():
-            await asyncio.wait([call], timeout=0.1)
-            if isinstance(self.error, EngineDied):
-                raise self.error
-        try:
-            call.result()
-        except AssertionError as error:
-            raise CaptureFailed(str(error)) from None
+            self.links.on_message = lambda rank, kind, content: None
 
     # -- samples --
 
@@ -171,22 +149,23 @@ class Capture:
         """Describe samples to the ranks that will write them, then let the engine compute them."""
         for sample in batch:
             self.samples[sample.index] = sample
-            self.connections[sample.index % self.ranks].send(
-                {
-                    "index": sample.index,
-                    "input_ids": np.asarray(sample.input_ids, dtype=np.int64),
-                    "loss_mask": np.asarray(sample.loss_mask, dtype=np.int64),
-                }
+            self.links.send(
+                sample.index % self.ranks,
+                "sample",
+                index=sample.index,
+                input_ids=np.asarray(sample.input_ids, dtype=np.int64),
+                loss_mask=np.asarray(sample.loss_mask, dtype=np.int64),
             )
         answers = await self.engine.async_generate(
             input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],
-            rid=[f"{self.rid_prefix}{sample.index}-{len(sample.input_ids)}" for sample in batch],
+            rid=[f"{self.session}-{sample.index}-{len(sample.input_ids)}" for sample in batch],
             sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
         )
         for sample, answer in zip(batch, answers, strict=True):
             finish = answer["meta_info"]["finish_reason"]
             if finish and finish.get("type") == "abort":
                 raise CaptureFailed(f"row {sample.index}: the engine refused it: {finish.get('message')}")
+            self.last_sign = time.monotonic()
             self.answers[sample.index] = answer["output_ids"][0]
             self.check(sample.index)
 
@@ -197,37 +176,25 @@ class Capture:
 
     # -- records --
 
-    def accept(self):
-        """Take one connection of each rank."""
-        try:
-            for _ in range(self.ranks):
-                connection = self.listener.accept()
-                self.open_connections += 1
-                threading.Thread(target=self.receive, args=(connection,), daemon=True).start()
-        except OSError as error:
-            self.loop.call_soon_threadsafe(self.fail, error)
-
-    def receive(self, connection):
-        try:
-            while True:
-                kind, content = connection.recv()
-                self.loop.call_soon_threadsafe(self.message, connection, kind, content)
-        except (EOFError, OSError):
-            self.loop.call_soon_threadsafe(self.disconnected)
-
-    def disconnected(self):
-        self.open_connections -= 1
-
-    def message(self, connection, kind: str, content: dict):
-        if kind == "hello":
-            self.connections[content["rank"]] = connection
+    def message(self, rank: int, kind: str, content: dict):
+        """One message of a rank, in the event loop."""
+        if kind == "lost":
+            return self.fail(EngineDied("a process of the engine died"))
+        if content.pop("session", self.session) not in (self.session, None):
+            return
+        self.last_sign = time.monotonic()
+        if kind == "begun":
+            self.begun += 1
         elif kind == "proof":
             self.proofs.append(content)
         elif kind == "failed":
             self.fail(CaptureFailed(content["reason"]) if content["known"] else RuntimeError(content["reason"]))
+        elif kind == "ended":
+            self.ended += 1
+            self.rank_figures[rank] = content
         elif kind in ("written", "set_aside"):
-            self.rank_figures[content["rank"]] = content
-            self.written_by[content["rank"]] += 1
+            self.rank_figures[rank] = content
+            self.written_by[rank] += 1
             self.records[content["index"]] = (kind, content)
             self.check(content["index"])
         self.wake()
@@ -315,9 +282,11 @@ class Capture:
 
     async def until(self, condition):
         """Wait for `condition`, looked at after each change and every half second; raises the session's error."""
+        self.last_sign = time.monotonic()
         while not condition():
             if self.error:
                 raise self.error
+            self.look_for_silence()
             self.changed.clear()
             try:
                 await asyncio.wait_for(self.changed.wait(), 0.5)
@@ -328,7 +297,17 @@ class Capture:
 
     async def wait_for_error(self):
         while self.error is None:
+            self.look_for_silence()
             await asyncio.sleep(0.1)
+
+    def look_for_silence(self):
+        """Nothing came back for long, although samples are in flight: ask for the stacks and give up, not wait on."""
+        if time.monotonic() - self.last_sign > SILENCE_SECONDS:
+            for pid in self.engine.get_all_child_pids():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGUSR2)  # see run_scheduler in tap.py
+            time.sleep(1.0)
+            self.fail(EngineDied(f"the engine has been silent for {SILENCE_SECONDS:.0f} s; its stacks are in its log"))
 
     def stalled_seconds(self) -> float:
         return sum(figures["stalled_seconds"] for figures in self.rank_figures.values())

@@ -24,6 +24,8 @@ from pathlib import Path
 from common.capture_points import CapturePoints
 from common.errors import UserError
 from common.placement import Placement
+from common.tap_link import ENVIRONMENT as LINE_VARIABLE
+from common.tap_link import Links
 
 # Arguments that capture cannot live with: name -> (test of the value, why).
 UNSAFE = {
@@ -76,6 +78,8 @@ class EngineSettings:
     extra: dict = field(default_factory=dict)  # further ServerArgs, by name
     placement: Placement = field(default_factory=lambda: Placement(0, 1, True, 0, 1, 0, 0))
     init_address: str | None = None  # host:port of the replica's first node, when it spans nodes
+    links: Links | None = None  # made here when absent; on the further nodes of a replica only `line` is known
+    line: str | None = None  # where the scheduler processes report to, from `Links.where`
 
     def server_arguments(self) -> dict:
         """All arguments of sglang.ServerArgs. Raises UserError for an unsafe or unknown one, naming it."""
@@ -182,6 +186,10 @@ def start_engine(settings: EngineSettings, log: Path):
     Raises UserError, with the engine's own last word, when it does not come up.
     """
     prepare_environment(settings.device, settings.tp)
+    links = getattr(settings, "links", None)
+    if links is None and not getattr(settings, "line", None):
+        links = Links(settings.tp)
+    os.environ[LINE_VARIABLE] = links.where if links else settings.line
     arguments = settings.server_arguments()
     log.parent.mkdir(parents=True, exist_ok=True)
     offset = log.stat().st_size if log.exists() else 0
@@ -207,6 +215,7 @@ def start_engine(settings: EngineSettings, log: Path):
         except KeyboardInterrupt:
             kill_children()
             raise
+    engine.links = links
     quieten_logging(log)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager.signal_handler_class = ChildSignals
@@ -280,6 +289,8 @@ def stop_engine(engine) -> None:
     if engine.send_to_rpc is not None:
         engine.send_to_rpc.close(linger=0)
     kill_children(set(engine.get_all_child_pids()))
+    if engine.links is not None:
+        engine.links.close()
 
 
 def kill_children(pids: set[int] | None = None) -> None:

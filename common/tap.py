@@ -2,11 +2,11 @@
 
     decoder layer -> forward hook, here -> region of the ring (common/ring.py) -> writer threads (common/tap_writer.py)
 
-`run_scheduler` is what the engine (common/engine.py) starts as its scheduler process; it adds three methods to the
-scheduler, called on every tensor-parallel rank through `Engine.collective_rpc`: `tap_begin`, `tap_flush`, `tap_end`.
-Between begin and end the forward hooks copy the rows of the requests of that session. Hidden states are complete
-on every rank, so rank r writes the samples with `index % tp == r`. A hook never waits for the device: copies run on a
-side stream, and only a full ring makes it wait (for the disk).
+`run_scheduler` is what the engine (common/engine.py) starts as its scheduler process. It opens a line to the committing
+process (common/tap_link.py), which says when a session begins and ends. Between begin and end the forward hooks copy
+the rows of the requests of that session. Hidden states are complete on every rank, so rank r writes the samples with
+`index % tp == r`. A hook never waits for the device: copies run on a side stream, and only a full ring makes it wait
+(for the disk).
 
 Nothing is written unproven: the first batch is compared with SGLang's own EAGLE-3 capture (common/proof.py), and for
 every sample the token that follows from its stored last state goes to the committing process (common/capture.py), which
@@ -14,55 +14,93 @@ compares it with the engine's answer.
 """
 
 import contextlib
+import threading
 import time
 from dataclasses import dataclass
 
 import torch
 
-from common.proof import FirstBatchProof
+from common.errors import UserError
+from common.proof import FirstBatchProof, ProofFailed
 from common.ring import Ring
+from common.tap_link import Line
 from common.tap_writer import CANDIDATES, Finished, Region, Writers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 model = None  # the SGLang model of this process
-tap = None  # the Tap between tap_begin and tap_end
+line = None  # the Line to the committing process
+tap = None  # the Tap of the session that is going on
+between_forwards = threading.Lock()  # held by a forward pass, and by whoever changes what the model captures
 
 
 # ---- what the engine calls -----------------------------------------------------------------------------------------
 
 
-def run_scheduler(server_args, *args, **kwargs):
+def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     """The scheduler process: SGLang's own, deaf to Ctrl-C, and with the tap in it."""
+    import faulthandler
     import signal
 
-    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets samples in flight finish
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the parent asks for the stacks when nothing comes back
     initialise = ModelRunner.init_aux_hidden_state_capture
 
     def remember_model(runner):
         global model
         initialise(runner)
-        model = runner.model
+        if not runner.is_draft_worker:
+            model = runner.model
+
+    run_forward = ModelRunner.forward
+
+    def forward(runner, *args, **kwargs):
+        with between_forwards:
+            return run_forward(runner, *args, **kwargs)
 
     ModelRunner.init_aux_hidden_state_capture = remember_model
-    Scheduler.tap_begin = lambda scheduler, **settings: begin(settings)
-    Scheduler.tap_flush = lambda scheduler: tap.writers.flush()
-    Scheduler.tap_end = lambda scheduler: end()
+    ModelRunner.forward = forward
+    global line
+    line = Line(tp_rank, message)
     if server_args.device == "cpu":
         use_absorbed_attention()
-    return run_scheduler_process(server_args, *args, **kwargs)
+    return run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *further, **named)
+
+
+def message(kind: str, content: dict):
+    """What the committing process says."""
+    global tap
+    if kind == "begin":
+        try:
+            with between_forwards:
+                tap = Tap(model, content, line)
+        except (ProofFailed, UserError) as error:
+            line.send("failed", reason=str(error), known=True, session=content["session"])
+            return
+        tap.writers.send("begun")
+    elif kind == "sample":
+        if tap is not None:
+            tap.writers.describe(content)
+    elif kind == "end" and tap is not None:
+        with between_forwards:
+            ending, tap = tap, None
+            ending.proof.stop()
+        ending.writers.close()
+        ending.writers.send("ended", **ending.writers.figures())
 
 
 def run_detokenizer(server_args, *args, **kwargs):
     """The detokenizer process, deaf to Ctrl-C like the scheduler."""
+    import faulthandler
     import signal
 
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     return run_detokenizer_process(server_args, *args, **kwargs)
 
 
@@ -72,23 +110,6 @@ def use_absorbed_attention():
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
-
-
-def begin(settings: dict):
-    from sglang.srt.runtime_context import get_parallel
-
-    global tap
-    if tap is not None:
-        end()
-    tap = Tap(model, settings, rank=get_parallel().tp_rank, ranks=get_parallel().tp_size)
-
-
-def end():
-    global tap
-    ending, tap = tap, None
-    if ending is not None:
-        ending.proof.stop()
-        ending.writers.close()
 
 
 def layer_hook(config: dict):
@@ -135,24 +156,26 @@ class Piece:
 class Tap:
     """Capture of one session on one rank: hooks fill the ring, writer threads empty it.
 
-    settings: rid_prefix (of the requests to capture: {rid_prefix}{index}-{tokens}); points, names (of the stored
+    settings: session (its requests are called {session}-{index}-{tokens}); ranks; points, names (of the stored
     tensors); hidden_size; dtype; ring_bytes; and those of Writers.
     """
 
-    def __init__(self, model, settings: dict, rank: int, ranks: int):
-        self.settings, self.rank, self.ranks = settings, rank, ranks
-        self.rid_prefix = settings["rid_prefix"]
+    def __init__(self, model, settings: dict, line: Line):
+        self.settings, self.rank, self.ranks = settings, line.rank, settings["ranks"]
+        self.rid_prefix = settings["session"] + "-"
         self.dtype = DTYPES[settings["dtype"]]
         self.names = settings["names"]
         self.device = next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
-        self.copy_stream = torch.cuda.Stream() if self.on_gpu else None
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)  # of this thread
+        self.copy_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.ring = Ring(settings["ring_bytes"], pin=self.on_gpu)
         self.partial: dict[int, Region] = {}  # samples of which some rows are in the ring
         self.in_flight: list[tuple] = []  # (event, device tensors that a copy still reads)
         self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
-        self.proof = FirstBatchProof(model, settings["points"], self.names, ranks, sum_over_ranks)
-        self.writers = Writers(settings, self.ring, rank)
+        self.proof = FirstBatchProof(model, settings["points"], self.names, self.ranks, sum_over_ranks)
+        self.writers = Writers(settings, self.ring, line)
 
     # -- hooks, on the scheduler's thread --
 

@@ -11,11 +11,9 @@ that its own token was computed from.
 
 import os
 import queue
-import socket
 import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Client
 
 import torch
 
@@ -23,6 +21,7 @@ from common.errors import UserError
 from common.proof import ProofFailed
 from common.ring import Ring
 from common.shard_writing import join_run, write_sample
+from common.tap_link import Line
 
 CANDIDATES = 4  # best tokens of the own-token check
 DESCRIPTION_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
@@ -53,14 +52,14 @@ class Finished:
 
 
 class Writers:
-    """Writer threads of one rank and their connection to the committing process.
+    """Writer threads of one rank in one session.
 
-    settings: address and authkey of that process; out, layout, rows_per_block; names of the stored tensors; writers
+    settings: session (its name, in every message); out, layout, rows_per_block; names of the stored tensors; writers
     (threads). `failed` is set by the first error; from then on samples are dropped, so that nothing waits for ever.
     """
 
-    def __init__(self, settings: dict, ring: Ring, rank: int):
-        self.settings, self.ring, self.rank = settings, ring, rank
+    def __init__(self, settings: dict, ring: Ring, line: Line):
+        self.settings, self.ring, self.line, self.rank = settings, ring, line, line.rank
         self.names = settings["names"]
         self.samples: dict[int, dict] = {}  # index -> what the committing process says of it
         self.samples_changed = threading.Condition()
@@ -68,10 +67,7 @@ class Writers:
         self.failed: str | None = None
         self.check_seconds = 0.0  # that the scheduler's thread spent on both self-checks
         self.run_lock = join_run(settings["out"])
-        self.connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
-        self.lock = threading.Lock()  # of the connection and of the regions' users
-        self.send("hello", rank=rank)
-        threading.Thread(target=self.receive, daemon=True, name="tap-receive").start()
+        self.lock = threading.Lock()  # of the regions' users
         for number in range(settings["writers"]):
             threading.Thread(target=self.write, daemon=True, name=f"tap-write-{number}").start()
 
@@ -125,7 +121,6 @@ class Writers:
 
     def figures(self) -> dict:
         return {
-            "rank": self.rank,
             "stalled_seconds": self.ring.stalled_seconds,
             "ring_peak_bytes": self.ring.peak_bytes,
             "check_seconds": self.check_seconds,
@@ -133,16 +128,11 @@ class Writers:
 
     # -- the committing process --
 
-    def receive(self):
-        """Take descriptions of samples: {index, input_ids [L] int64, loss_mask [L] int64}."""
-        try:
-            while True:
-                sample = self.connection.recv()
-                with self.samples_changed:
-                    self.samples[sample["index"]] = sample
-                    self.samples_changed.notify_all()
-        except (EOFError, OSError):
-            pass
+    def describe(self, sample: dict):
+        """Take the description of a sample: {index, input_ids [L] int64, loss_mask [L] int64}."""
+        with self.samples_changed:
+            self.samples[sample["index"]] = sample
+            self.samples_changed.notify_all()
 
     def sample(self, index: int) -> dict:
         with self.samples_changed:
@@ -151,8 +141,7 @@ class Writers:
             return self.samples.pop(index)
 
     def send(self, kind: str, **content):
-        with self.lock:
-            self.connection.send((kind, content))
+        self.line.send(kind, session=self.settings["session"], **content)
 
     def fail(self, error: BaseException):
         """Stop capturing and tell the committing process; the engine itself goes on, so that it can be shut down."""
@@ -163,23 +152,16 @@ class Writers:
         known = isinstance(error, ProofFailed | UserError)
         self.ring.close()
         try:
-            self.send("failed", reason=str(error) if known else self.failed, known=known, rank=self.rank)
+            self.send("failed", reason=str(error) if known else self.failed, known=known)
         except OSError:
             pass
 
-    def flush(self):
-        """Wait until every complete sample has been written."""
-        self.jobs.join()
-
     def close(self):
-        """Write what is complete, then let go of the threads, the connection and the directory."""
-        self.flush()
+        """Write what is complete, then let go of the threads and the directory."""
+        self.jobs.join()
         for _ in range(self.settings["writers"]):
             self.jobs.put(None)
         self.ring.close()
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)  # closing alone leaves it open as long as `receive` waits in it
-        self.connection.close()
         os.close(self.run_lock)
 
 

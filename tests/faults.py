@@ -194,6 +194,16 @@ def break_slow_disk():
     Writers.write_one = write_one
 
 
+def break_hang():
+    """A writer that waits for something that never comes, until the fault is switched off."""
+
+    def write_one(self, job):
+        while Writers.write_one is not Original.write_one:
+            time.sleep(0.05)
+
+    Writers.write_one = write_one
+
+
 def break_hook():
     """A defect in the hook itself."""
 

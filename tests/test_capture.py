@@ -12,7 +12,7 @@ import faults
 import tiny_models
 from common.capture import CaptureFailed
 from common.capture_points import CapturePoints
-from common.engine import stop_engine
+from common.engine import EngineDied, stop_engine
 from common.shard_check import verify
 from common.shards import read_log
 
@@ -178,6 +178,20 @@ def test_a_full_ring_holds_the_engine_back_and_memory_does_not_grow(engine, poin
         engine.collective_rpc("set_chunk", tokens=2048)
     captured = 300 * 64 * 4 * 64 * 4  # bytes of states
     assert peaks[1] - peaks[0] < captured / 4, "the scheduler grew by a quarter of what it has captured"
+
+
+def test_an_engine_that_falls_silent_ends_the_run_with_its_stacks(engine, points, fault, tmp_path, monkeypatch):
+    """A writer that never returns stands for whatever may hang; the log then says where."""
+    from common import capture
+
+    monkeypatch.setattr(capture, "SILENCE_SECONDS", 3.0)
+    fault("hang")
+    with pytest.raises(EngineDied, match="silent for 3 s; its stacks are in its log"):
+        helpers.capture(engine, tmp_path, helpers.samples_of([8, 8]), points)
+    log = next(tmp_path.parent.glob("logs*/engine.log")).read_text()
+    assert "break_hang" in log or "write_one" in log
+    fault("none")
+    assert engine.links.connected()
 
 
 def test_arrow_layout_holds_the_same_states(engine, points, tmp_path):

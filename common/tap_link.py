@@ -1,0 +1,106 @@
+"""The line between the process that commits samples and the scheduler processes that write them: small messages only.
+
+    committing process: Links(ranks)              one listener, made before the engine, for its whole life
+    scheduler process:  Line(rank, on_message)    one connection, made before the model loads
+
+Messages are (kind, content): `begin`, `sample` and `end` go to a rank; `hello`, `begun`, `proof`, `written`,
+`set_aside`, `failed` and `ended` come from it. Tensors never travel here. A Unix socket without a file on one node, TCP
+where a replica spans nodes. A connection that breaks is how the committing process learns at once that a rank has died.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Listener
+
+ENVIRONMENT = "CAPTURE_LINE"  # "address|key", inherited by the scheduler processes
+
+
+class Links:
+    """Connections to all ranks of one engine. `on_message(rank, kind, content)` is called from threads; a broken
+    connection arrives as kind "lost"."""
+
+    def __init__(self, ranks: int, over_nodes: bool = False):
+        self.ranks = ranks
+        key = secrets.token_bytes(16)
+        name = f"capture-{os.getpid()}-{secrets.token_hex(4)}"
+        self.listener = Listener((socket.gethostname(), 0) if over_nodes else f"\0{name}", authkey=key, backlog=ranks)
+        where = ":".join(map(str, self.listener.address)) if over_nodes else f"@{name}"
+        self.where = f"{where}|{key.hex()}"
+        self.connections: dict[int, object] = {}
+        self.on_message: Callable[[int, str, dict], None] = lambda rank, kind, content: None
+        threading.Thread(target=self._accept, daemon=True, name="links-accept").start()
+
+    def connected(self) -> bool:
+        return len(self.connections) == self.ranks
+
+    def send(self, rank: int, kind: str, **content) -> None:
+        """Raises OSError when the rank is gone."""
+        self.connections[rank].send((kind, content))
+
+    def close(self) -> None:
+        for connection in self.connections.values():
+            shut(connection)
+        self.listener.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            for _ in range(self.ranks):
+                connection = self.listener.accept()
+                threading.Thread(target=self._receive, args=(connection,), daemon=True, name="links-receive").start()
+
+    def _receive(self, connection):
+        rank = None
+        try:
+            while True:
+                kind, content = connection.recv()
+                if kind == "hello":
+                    rank = content["rank"]
+                    self.connections[rank] = connection
+                self.on_message(rank, kind, content)
+        except (EOFError, OSError):
+            self.on_message(rank, "lost", {})
+
+
+class Line:
+    """One rank's connection. `on_message(kind, content)` runs in a thread of its own, one message after the other; what
+    it raises is printed and sent as `failed`."""
+
+    def __init__(self, rank: int, on_message: Callable[[str, dict], None]):
+        address, key = os.environ[ENVIRONMENT].rsplit("|", 1)
+        if address.startswith("@"):
+            address = "\0" + address[1:]
+        else:
+            host, port = address.rsplit(":", 1)
+            address = (host, int(port))
+        self.rank, self.on_message = rank, on_message
+        self.lock = threading.Lock()
+        self.connection = Client(address, authkey=bytes.fromhex(key))
+        self.send("hello", rank=rank)
+        threading.Thread(target=self._receive, daemon=True, name="line-receive").start()
+
+    def send(self, kind: str, **content) -> None:
+        with self.lock:
+            self.connection.send((kind, content))
+
+    def _receive(self):
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, content = self.connection.recv()
+                try:
+                    self.on_message(kind, content)
+                except Exception as error:
+                    traceback.print_exc()
+                    self.send("failed", reason=f"{type(error).__name__}: {error}", known=False, session=None)
+
+
+def shut(connection) -> None:
+    """Close a connection that a thread may be waiting in: closing alone would leave it open until that thread wakes."""
+    with contextlib.suppress(OSError):
+        with socket.socket(fileno=os.dup(connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+        connection.close()
