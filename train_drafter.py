@@ -2,7 +2,7 @@
 
     python train_drafter.py --data states/ --output drafter/ --max-steps 200 --tokens-per-step 2048
     python train_drafter.py configs/smollm2-135m.yaml --data states/ --output drafter/
-    torchrun --nproc-per-node 8 train_drafter.py configs/kimi-k2.5.yaml --data states/ --output drafter/
+    torchrun --nproc-per-node 8 train_drafter.py --data states/ --output drafter/ --tokens-per-step 65536
 
 The first command suits a laptop. OUT becomes the drafter in SGLang's format (the best one by held-out acceptance
 length, the last one where nothing is held out), with `final/` (the last weights), `checkpoints/`, `metrics.jsonl`,

@@ -14,19 +14,20 @@ from pathlib import Path
 
 from common.conversations import Row
 from common.errors import UserError
-from common.regeneration import fill, next_prompt, regenerated_row, script_of
+from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
 
 CONVERSATIONS_IN_FLIGHT = 256  # the engine queues what does not fit its key/value cache
 
 
 async def answer(
     engine, rows: list[Row], tokenizer, path: Path, *, temperature: float, max_new_tokens: int, context_length: int,
-    template_kwargs: dict | None, on_done, should_stop=lambda: False,
+    template_kwargs: dict | None, on_done, given_up: "GivenUp", should_stop=lambda: False,
 ) -> Counter:  # fmt: skip
     """Answer every turn of `rows`, in order within a row, and append the finished rows to `path`.
 
-    on_done(tokens generated) is called for each conversation. Returns what is worth telling, counted. Raises UserError
-    for a row that cannot be answered (the template refuses it, or its prompt fills the context).
+    should_stop() ends it after the turns in flight, given_up at once. on_done(tokens generated) is called for each
+    conversation. Returns what is worth telling, counted. Raises UserError for a row that cannot be answered (the
+    template refuses it, or its prompt fills the context), and what `given_up` was given.
     """
     remarks: Counter = Counter()
     room = asyncio.Semaphore(CONVERSATIONS_IN_FLIGHT)
@@ -37,7 +38,10 @@ async def answer(
                 if should_stop():
                     return
                 script, generated = script_of(row), 0
-                while (prompt := next_prompt(script, row, tokenizer, template_kwargs, context_length)) is not None:
+                while not should_stop():
+                    prompt = next_prompt(script, row, tokenizer, template_kwargs, context_length)
+                    if prompt is None:
+                        break
                     limit = min(max_new_tokens, context_length - len(prompt) - 1)
                     reply = await engine.async_generate(
                         input_ids=prompt, sampling_params={"temperature": temperature, "max_new_tokens": max(limit, 1)}
@@ -50,23 +54,53 @@ async def answer(
                     text = tokenizer.decode(reply["output_ids"], skip_special_tokens=False)
                     faithful = fill(script, row, tokenizer, text, template_kwargs)
                     remarks["answers that the template does not show as they were generated"] += not faithful
-                line = json.dumps(regenerated_row(row, script), ensure_ascii=False) + "\n"
+                if HOLE in script:
+                    return  # interrupted between two turns
+                saved = {**regenerated_row(row, script), "asked": row.row_hash}
+                line = json.dumps(saved, ensure_ascii=False) + "\n"
                 file.write(line.encode())
                 file.flush()
                 os.fsync(file.fileno())
                 on_done(generated)
 
         tasks = [asyncio.create_task(one(row)) for row in rows]
+        death = asyncio.create_task(given_up.wait())
         try:
-            await asyncio.gather(*tasks)
+            waiting = set(tasks)
+            while waiting:
+                done, waiting = await asyncio.wait({*waiting, death}, return_when=asyncio.FIRST_COMPLETED)
+                if death in done:
+                    raise given_up.error
+                for task in done:
+                    task.result()
+                waiting.discard(death)
         finally:
-            for task in tasks:
+            for task in [*tasks, death]:
                 task.cancel()
     return +remarks
 
 
-def answered(folder: Path) -> dict[int, dict]:
-    """Row number -> answered row, of every whole line in `folder/answers-*.jsonl`; a line cut in half is cut away."""
+class GivenUp:
+    """A reason to stop waiting for the engine at once: it died, or the person does not want to wait."""
+
+    def __init__(self):
+        self.error: BaseException | None = None
+        self.event = asyncio.Event()
+
+    def give_up(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.event.set()
+
+    async def wait(self) -> None:
+        await self.event.wait()
+
+
+def answered(folder: Path, rows: list[Row]) -> dict[int, dict]:
+    """Row number -> answered row, of every whole line in `folder/answers-*.jsonl`; a line cut in half is cut away.
+
+    UserError when a row of the data is not the one that was answered under its number.
+    """
+    asked = {row.index: row.row_hash for row in rows}
     found: dict[int, dict] = {}
     for path in sorted(folder.glob("answers-*.jsonl")):
         data = path.read_bytes()
@@ -76,5 +110,10 @@ def answered(folder: Path) -> dict[int, dict]:
                 file.truncate(len(whole))
         for line in whole.splitlines():
             row = json.loads(line)
+            if asked.get(row["index"]) != row.pop("asked"):
+                raise UserError(
+                    f"{path}: row {row['index']} of the data is not the one that was answered: the data changed; "
+                    f"resume with the old data (rows may be added at the end), or use another --output"
+                )
             found[row["index"]] = row
     return found

@@ -2,12 +2,13 @@
 
     python train_drafter.py configs/smollm2-135m.yaml --learning-rate 3e-4
 
-A YAML file serves all three scripts. Keys at its top level are shared: each script takes those that it knows. The
-sections `extract`, `train` and `eval` hold the keys of one script. A key that no script knows is an error.
+A YAML file serves all three scripts. A few keys are shared and stand at its top level (`SHARED`); the sections
+`extract`, `train` and `eval` hold the keys of one script. An unknown key or flag is an error.
 """
 
 import argparse
 import dataclasses
+import difflib
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ from transformers import HfArgumentParser
 from common.errors import UserError
 
 SECTIONS = ("extract", "train", "eval")
+SHARED = ("model", "device", "seed", "tp", "trust_remote_code", "engine_args")  # keys that may stand at the top level
 Arguments = TypeVar("Arguments")
 
 
@@ -41,7 +43,15 @@ def parse(
             if action.dest in values:
                 action.required = False
         parser.set_defaults(**values)
-    (arguments,) = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    arguments, *_, unknown = parser.parse_args_into_dataclasses(
+        args=argv, look_for_args_file=False, return_remaining_strings=True
+    )
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        yaml_late = unknown[0].endswith((".yaml", ".yml"))
+        advice = f"; did you mean {near[0]}?" if near else "; a YAML file comes first" if yaml_late else "; see --help"
+        raise UserError(f"unknown argument {unknown[0]}{advice}")
     return arguments
 
 
@@ -58,9 +68,11 @@ def read_yaml(path: Path, section: str, known: set[str]) -> dict:
     own = content.pop(section, None) or {}
     for other in SECTIONS:
         content.pop(other, None)
-    unknown = sorted(set(own) - known)
-    if unknown:
-        raise UserError(f"{path}: section '{section}' has unknown keys {unknown}; known: {sorted(known)}")
+    for where, names, allowed in ((f"section '{section}'", own, known), ("the top level", content, set(SHARED))):
+        if unknown := sorted(set(names) - allowed):
+            near = difflib.get_close_matches(unknown[0], allowed, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(allowed))}"
+            raise UserError(f"{path}: {where} has the unknown key {unknown[0]}; {advice}")
     shared = {key: value for key, value in content.items() if key in known}
     return {**shared, **own}
 

@@ -69,7 +69,9 @@ class Capture:
         self.begun = self.ended = 0
         self.links.on_message = lambda *message: self.loop.call_soon_threadsafe(self.message, *message)
         ChildSignals.on_dead_child = lambda: self.fail(EngineDied("a process of the engine died"))
-        await self.until(self.links.connected)
+        await self.until(lambda: self.links.connected() or self.links.lost)
+        if self.links.lost:
+            raise EngineDied("a process of the engine died before the first prompt")
         settings = {
             "session": self.session,
             "ranks": self.ranks,
@@ -91,14 +93,23 @@ class Capture:
         """Empty the tap and commit what is complete, also after an error: those samples are as good as any."""
         self.committer.cancel()
         try:
-            if not isinstance(self.error, EngineDied):
-                for rank in range(self.ranks):
-                    self.links.send(rank, "end")
-                while self.ended < self.ranks and not isinstance(self.error, EngineDied):
-                    await asyncio.sleep(0.02)
+            await self.end()
             self.commit_ready()
         finally:
             self.links.on_message = lambda rank, kind, content: None
+
+    async def end(self):
+        """Let every rank write what it has; after an error only as long as that is a matter of seconds."""
+        if isinstance(self.error, EngineDied | KeyboardInterrupt):
+            return
+        patience = time.monotonic() + (30.0 if self.error else SILENCE_SECONDS)
+        with contextlib.suppress(OSError):
+            for rank in range(self.ranks):
+                self.links.send(rank, "end")
+            while self.ended < self.ranks and not isinstance(self.error, EngineDied | KeyboardInterrupt):
+                if time.monotonic() > patience:
+                    break
+                await asyncio.sleep(0.02)
 
     # -- samples --
 
@@ -149,18 +160,20 @@ class Capture:
         """Describe samples to the ranks that will write them, then let the engine compute them."""
         for sample in batch:
             self.samples[sample.index] = sample
-            self.links.send(
-                sample.index % self.ranks,
-                "sample",
-                index=sample.index,
-                input_ids=np.asarray(sample.input_ids, dtype=np.int64),
-                loss_mask=np.asarray(sample.loss_mask, dtype=np.int64),
+            ids, mask = np.asarray(sample.input_ids, dtype=np.int64), np.asarray(sample.loss_mask, dtype=np.int64)
+            try:
+                rank = sample.index % self.ranks
+                self.links.send(rank, "sample", index=sample.index, input_ids=ids, loss_mask=mask)
+            except OSError:
+                raise EngineDied("a process of the engine died") from None
+        try:
+            answers = await self.engine.async_generate(
+                input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],
+                rid=[f"{self.session}-{sample.index}-{len(sample.input_ids)}" for sample in batch],
+                sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
             )
-        answers = await self.engine.async_generate(
-            input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],
-            rid=[f"{self.session}-{sample.index}-{len(sample.input_ids)}" for sample in batch],
-            sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
-        )
+        except ValueError as error:
+            raise CaptureFailed(f"rows {[sample.index for sample in batch]}: the engine refused one: {error}") from None
         for sample, answer in zip(batch, answers, strict=True):
             finish = answer["meta_info"]["finish_reason"]
             if finish and finish.get("type") == "abort":
@@ -233,7 +246,7 @@ class Capture:
             await asyncio.sleep(COMMIT_SECONDS)
             try:
                 self.commit_ready()
-            except UserError as error:
+            except Exception as error:  # whatever it is, waiting on would be for ever
                 self.fail(error)
 
     def commit_ready(self):

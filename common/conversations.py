@@ -135,6 +135,8 @@ def _parsed(data: bytes, place: str):
         raise UserError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: malformed JSON: {error.msg} at column {error.pos + 1}; mend or remove it") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{place}: JSON that cannot be used ({type(error).__name__}: {error}); remove it") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, str, dict]]:

@@ -29,5 +29,6 @@ def run(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # the reader of our output went away (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    sys.stdout.flush()
+    if sys.stdout is not None:  # it may have been closed by whoever started us
+        sys.stdout.flush()
     sys.exit(status)

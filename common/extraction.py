@@ -8,6 +8,8 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+import xxhash
+
 from common.capture_points import CapturePoints
 from common.conversations import hash_of, load_rows
 from common.engine import available_device, parse_engine_arguments, require_known_architecture
@@ -36,6 +38,9 @@ def read_target(args) -> dict:
     text = text_config(config)
     architecture = (config.get("architectures") or ["unknown"])[0]
     require_known_architecture(architecture)
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if name not in text:
+            raise UserError(f"{folder}/config.json: no {name}; {architecture} is not a target that SGLang drafts for")
     layers = text["num_hidden_layers"]
     points = CapturePoints(tuple(args.capture_points), layers) if args.capture_points else CapturePoints.default(layers)
     found, gpus = available_device()
@@ -71,6 +76,7 @@ def identity(args, target: dict) -> dict:
         "revision": args.revision,
         "architecture": target["architecture"],
         "config_hash": hash_of(target["config"]),
+        "weights_hash": weights_fingerprint(target["folder"]),
         "tokenizer_hash": fingerprint["tokenizer"],
         "chat_template_hash": fingerprint["chat_template"],
         "template_kwargs": target["template_kwargs"],
@@ -91,6 +97,20 @@ def identity(args, target: dict) -> dict:
     if args.regenerate:
         fields["regenerated"] = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     return fields
+
+
+def weights_fingerprint(folder: str) -> str:
+    """xxh3-128 over names, sizes, and the first and last 64 KB of the weight files: another fine-tune, another hash."""
+    digest = xxhash.xxh3_128()
+    files = (path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin", ".gguf"))
+    for path in sorted(files, key=lambda path: path.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(size - (1 << 16), 0))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def read_rows(args) -> list:
@@ -126,6 +146,7 @@ def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, pr
     if run_directory is None:
         return result.rows, {sample.index for sample in result.rows}
     sources = {row.index: row.source for row in rows}
+    run_directory.unskip([sample.index for sample in result.rows])
     run_directory.skip([Skipped(index, reason, sources.get(index)) for index, reason in result.skipped_rows])
     for sample in result.rows:
         run_directory.check_row(sample.index, sample.row_hash)
@@ -138,13 +159,13 @@ def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, pr
 
 
 def check_ring(args, target: dict, lengths: list[int]) -> None:
-    """The longest sample and two forward passes must fit the ring, or a capture could wait for itself."""
+    """Two longest samples (one that ends in a forward pass, one that begins) and two passes must fit the ring."""
     per_token = bytes_per_token(len(target["points"].points), target["hidden_size"], args.state_dtype) + 32
     chunk = chunk_tokens(args, target) or 16384
-    need = (max(lengths, default=0) + 2 * chunk) * per_token + (1 << 20)
+    need = (2 * max(lengths, default=0) + 2 * chunk) * per_token + (1 << 20)
     if need > args.ring_gb * 1e9:
         raise UserError(
-            f"--ring-gb {args.ring_gb}: the longest sample and two forward passes of {chunk} tokens need "
+            f"--ring-gb {args.ring_gb}: two of the longest samples and two forward passes of {chunk} tokens need "
             f"{need / 1e9:.3f} GB; raise it, or lower --max-length or --chunk-tokens"
         )
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -130,4 +131,14 @@ def resume_line(run_directory: RunDirectory, total: int, word: str) -> str:
     if run_directory is None:
         return f"{word}; nothing was captured yet"
     safe = len(run_directory.committed)
-    return f"{word}: {safe:,} of {total:,} samples are safe. The same command goes on: {' '.join(sys.argv)}"
+    return f"{word}: {safe:,} of {total:,} samples are safe. The same command goes on{own_command()}"
+
+
+def own_command() -> str:
+    """": python extract.py ...", to be pasted; nothing under torchrun, whose own command is not known here."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return ""
+    python = Path(sys.executable)
+    with contextlib.suppress(ValueError):
+        python = python.relative_to(Path.cwd())
+    return ": " + shlex.join([str(python), *sys.argv])

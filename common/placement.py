@@ -64,6 +64,11 @@ def place(tp: int, rank: int, world_size: int, local_world_size: int, gpus_per_n
                 f"--nproc-per-node {gpus_per_node // tp} (one process a replica) or --tp {gpus_per_process}"
             )
         return Placement(0, 1, True, 0, 1, 0, 0)
+    if tp % gpus_per_process:
+        raise UserError(
+            f"--tp {tp} with {gpus_per_process} GPUs a process does not come out even; "
+            f"possible: --nproc-per-node {gpus_per_node} (one GPU a process)"
+        )
     processes = tp // gpus_per_process  # of one replica
     local_rank = rank % local_world_size
     return Placement(

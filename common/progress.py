@@ -192,7 +192,7 @@ class Progress:
             else:
                 self.stream.write(line + "\n")
                 self.stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             self.quiet = True  # the reader has gone (`| head`) or the stream was closed: there is nobody left to tell
 
     # The clock.

@@ -8,6 +8,7 @@ disk is the limit.
 
 import threading
 import time
+from collections.abc import Container
 
 import torch
 
@@ -27,10 +28,11 @@ class Ring:
         self.stalls = 0
         self.peak_bytes = 0
 
-    def allocate(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
+    def allocate(self, nbytes: int, never_freed: Container[int] = ()) -> tuple[int, torch.Tensor] | None:
         """A region of at least `nbytes` as (its start, a uint8 view of exactly `nbytes`); waits while none is free.
 
-        Returns None once the ring is closed. Raises ValueError for a region larger than the whole arena.
+        never_freed: starts of regions that nobody gives back before this call returns. Returns None once the ring is
+        closed. Raises ValueError for a region that does not fit, now or after all others have been given back.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self.capacity:
@@ -41,6 +43,8 @@ class Ring:
                 waiting_since = time.monotonic()
                 self.stalls += 1
                 while start is None and not self.closed:
+                    if all(taken in never_freed for taken in self.taken):
+                        raise ValueError(f"{nbytes} bytes do not fit beside samples that are not complete yet")
                     self.changed.wait()
                     start = self._gap(size)
                 self.stalled_seconds += time.monotonic() - waiting_since

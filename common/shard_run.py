@@ -297,6 +297,14 @@ class RunDirectory:
             append_lines(self.out / SKIPPED, lines, self.out)
             self.skipped |= {row.index: row for row in new}
 
+    def unskip(self, indices: Iterable[int]) -> None:
+        """Forget that these rows were skipped: the data or the settings changed, and they are samples now."""
+        again = [index for index in indices if index in self.skipped]
+        if again:
+            mend_log(self.out / SKIPPED, again)
+            for index in again:
+                del self.skipped[index]
+
     def skips_by_reason(self) -> dict[str, int]:
         """reason -> rows, most frequent first; set-aside samples are not in it."""
         return dict(Counter(row.reason for row in self.skipped.values()).most_common())

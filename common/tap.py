@@ -31,6 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 model = None  # the SGLang model of this process
 line = None  # the Line to the committing process
 tap = None  # the Tap of the session that is going on
+running = None  # the ForwardBatch of the forward pass that is going on
 between_forwards = threading.Lock()  # held by a forward pass, and by whoever changes what the model captures
 
 
@@ -57,9 +58,11 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
 
     run_forward = ModelRunner.forward
 
-    def forward(runner, *args, **kwargs):
+    def forward(runner, forward_batch, *args, **kwargs):
+        global running
         with between_forwards:
-            return run_forward(runner, *args, **kwargs)
+            running = forward_batch  # layers do not all get it as an argument that a hook sees
+            return run_forward(runner, forward_batch, *args, **kwargs)
 
     ModelRunner.init_aux_hidden_state_capture = remember_model
     ModelRunner.forward = forward
@@ -117,8 +120,8 @@ def layer_hook(config: dict):
     slot = config["slot"]
 
     def hook(module, args, output):
-        if tap is not None and tap.wants(args[2]):
-            tap.layer_done(slot, args[2], output)
+        if tap is not None and tap.wants(running):
+            tap.layer_done(slot, running, output)
 
     return hook
 
@@ -127,7 +130,7 @@ def logits_hook(config: dict):
     """Hook factory for the logits processor, which runs after all layers."""
 
     def hook(module, args, output):
-        if tap is not None and tap.wants(args[3]):
+        if tap is not None and tap.wants(running):
             tap.forward_done(module, args)
 
     return hook
@@ -242,7 +245,11 @@ class Tap:
         state_bytes = slots * rows * hidden * self.dtype.itemsize
         ids_at = -(-state_bytes // 8) * 8
         largest_at = ids_at + rows * 8
-        taken = self.ring.allocate(largest_at + slots * rows * 4)
+        incomplete = {region.start for region in self.partial.values()}
+        try:
+            taken = self.ring.allocate(largest_at + slots * rows * 4, never_freed=incomplete)
+        except ValueError as error:
+            raise UserError(f"--ring-gb {self.ring.capacity / 1e9:.3g} is too small: {error}; raise it") from None
         if taken is None:
             raise RuntimeError("the ring was closed while the engine was running")
         start, memory = taken
@@ -294,6 +301,8 @@ class Tap:
         with self.failures_reported():
             if self.batch is None:
                 raise RuntimeError("no layer hook ran in this forward pass; the layers' names do not match the model")
+            if len(args) < 3:
+                raise RuntimeError("the logits processor got its states by keyword; a hook cannot see them")
             post_norm, lm_head = args[1], args[2]
             began = time.monotonic()
             if self.proof.pending:

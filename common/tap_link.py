@@ -28,10 +28,11 @@ class Links:
         self.ranks = ranks
         key = secrets.token_bytes(16)
         name = f"capture-{os.getpid()}-{secrets.token_hex(4)}"
-        self.listener = Listener((socket.gethostname(), 0) if over_nodes else f"\0{name}", authkey=key, backlog=ranks)
-        where = ":".join(map(str, self.listener.address)) if over_nodes else f"@{name}"
+        self.listener = Listener(("", 0) if over_nodes else f"\0{name}", authkey=key, backlog=ranks)
+        where = f"{socket.gethostname()}:{self.listener.address[1]}" if over_nodes else f"@{name}"
         self.where = f"{where}|{key.hex()}"
         self.connections: dict[int, object] = {}
+        self.lost = False  # a rank that was connected is gone
         self.on_message: Callable[[int, str, dict], None] = lambda rank, kind, content: None
         threading.Thread(target=self._accept, daemon=True, name="links-accept").start()
 
@@ -63,6 +64,7 @@ class Links:
                     self.connections[rank] = connection
                 self.on_message(rank, kind, content)
         except (EOFError, OSError):
+            self.lost = True
             self.on_message(rank, "lost", {})
 
 

@@ -121,6 +121,7 @@ class Writers:
 
     def figures(self) -> dict:
         return {
+            "stalls": self.ring.stalls,
             "stalled_seconds": self.ring.stalled_seconds,
             "ring_peak_bytes": self.ring.peak_bytes,
             "check_seconds": self.check_seconds,

@@ -246,7 +246,8 @@ def test_a_disk_that_fills_up_stops_the_run_cleanly(small_target, rows, tmp_path
 
 
 def test_the_target_answers_first(small_target, tmp_path):
-    """--regenerate, killed while it answers, then resumed; greedy answers are those of transformers. Two engines."""
+    """--regenerate, its engine and then itself killed while it answers, then resumed; greedy answers are those of
+    transformers; other data is refused. Three engines."""
     prompts = tmp_path / "prompts.jsonl"
     questions = ["Name a colour.", "What is two plus two?", "Say something about rivers.", "Why?"]
     turns = [[f"{number}: {question}", "And then?"] for number in range(8) for question in questions]
@@ -255,13 +256,22 @@ def test_the_target_answers_first(small_target, tmp_path):
     arguments = [*target_flags(small_target), "--data", prompts, "--output", out, "--regenerate", "--ring-gb", 0.2]
     arguments += ["--max-new-tokens", 12]
     run = Run(tmp_path / "log", *arguments)
+    run.wait_until(lambda: "answering" in run.text())
+    family = run.family()
+    scheduler_of(family).kill()
+    assert run.finish(60) == 2 and "a process of the engine died" in run.text() and gone(family)
+    run = Run(tmp_path / "log", *arguments)
     answers = out / "answers" / "answers-0.jsonl"
     run.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 1)
     run.process.kill()
     kept = [json.loads(line) for line in answers.read_bytes().splitlines() if line.endswith(b"}")]
+    assert all(row.pop("asked") for row in kept)
     time.sleep(1.0)
     run = Run(tmp_path / "log", *arguments)
     assert run.finish() == 0, run.text()
+    prompts.write_text(prompts.read_text().replace("0: Why?", "0: Why not?"))
+    other = Run(tmp_path / "other.log", *arguments)
+    assert other.finish() == 2 and "row 3 of the data is not the one that was answered" in other.text()
     chats = [json.loads(line) for line in (out / "chats.jsonl").read_text().splitlines()]
     assert [chat["index"] for chat in chats] == list(range(len(turns)))
     assert all(chats[row["index"]] == row for row in kept)
