@@ -185,7 +185,7 @@ def break_inf():
 
 
 def break_slow_disk():
-    """Nothing but the first sample is written before the ring has held the engine back once (or a minute has passed)."""
+    """Only the first sample is written before the ring has held the engine back once (or a minute has passed)."""
 
     def write_one(self, job):
         deadline = time.monotonic() + 60
