@@ -174,6 +174,8 @@ def prepare_environment(device: str, tp: int) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     if device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        if os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "").count("|") != tp - 1:
+            os.environ.pop("SGLANG_CPU_OMP_THREADS_BIND", None)  # of an engine with another number of ranks
         if tp > 1:
             cores = os.cpu_count() or 1
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp))
