@@ -112,7 +112,8 @@ def test_arrow_shards_and_speculators_drafters_give_the_same_figures(files, tmp_
 def test_sweep_tree_temperature_and_yaml(files, tmp_path):
     settings = tmp_path / "eval.yaml"
     settings.write_text(
-        f"seed: 0\neval:\n  data: [{files['states']}]\n  drafter: [{files['partly']}]\n  split: all\n  num_steps: [2, 3]\n"
+        f"seed: 0\neval:\n  data: [{files['states']}]\n  drafter: [{files['partly']}]\n"
+        f"  split: all\n  num_steps: [2, 3]\n"
         f"  topk: [1, 2]\n  temperature: 0.7\n  bootstrap: 50\n  output: {tmp_path / 'out'}\n"
     )
     evaluate(settings, "--data", files["states"])
