@@ -83,7 +83,7 @@ class Figures:
         self.progress.update(
             self.done(),
             tokens_per_second=(last[1] - base[1]) / seconds,
-            gb_per_second=round((last[2] - base[2]) / seconds / 1e9, 4),
+            written=f"{(last[2] - base[2]) / seconds / 1e9:.3f} GB/s",
             disk_left=f"{disk.f_bavail * disk.f_frsize / 1e9:,.0f} GB",
             ring_stalled=f"{self.session.stalled_seconds() if self.session else 0:.0f} s",
         )
