@@ -124,7 +124,6 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
     """One process of the job: open the directory, tokenize, start the engine, capture its share of the rows."""
     out = Path(args.output)
     leader = rank == 0
-    prints = leader and placement.engine_node == 0
 
     def open_directory(as_leader: bool, rows: int, per_block: int | None):
         return RunDirectory(
@@ -147,7 +146,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
     rows = ranks.from_first(prepare)
     meeting = meeting_place(args, placement)
     heartbeat = out / ("heartbeat.json" if leader else f"heartbeat-{rank}.json")
-    progress = Progress("extract", total=None, heartbeat=heartbeat, stream=terminal, quiet=not prints)
+    progress = Progress("extract", total=None, heartbeat=heartbeat, stream=terminal, quiet=not leader)
     engine = None
     interrupted = Interrupts()
     try:

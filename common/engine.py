@@ -63,7 +63,7 @@ class EngineDied(UserError):
 
 @dataclass
 class EngineSettings:
-    """What decides how the engine runs; `recorded` is the part of it that dataset.json keeps."""
+    """What decides how the engine runs."""
 
     model: str
     points: CapturePoints
@@ -134,15 +134,6 @@ class EngineSettings:
     @staticmethod
     def hook(name: str, modules: list[str], factory: str, config: dict) -> dict:
         return {"name": name, "target_modules": modules, "hook_factory": factory, "config": config}
-
-    def recorded(self) -> dict:
-        """Arguments that influence the states, as plain values for dataset.json."""
-        import sglang
-
-        names = ("dtype", "tp_size", "device", "attention_backend", "chunked_prefill_size", "random_seed")
-        arguments = self.server_arguments()
-        chosen = {name: arguments.get(name) for name in names}
-        return {"engine": "sglang", "engine_version": sglang.__version__, "arguments": {**chosen, **self.extra}}
 
 
 def available_device() -> tuple[str, int]:

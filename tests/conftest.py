@@ -1,6 +1,7 @@
 """Fixtures that several test files share: real models small enough for a CPU, made once a session."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,23 @@ ROOT = Path(__file__).resolve().parent.parent
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, converted from its package on first use (about half a minute)."""
     return embedded_model.ensure(ROOT / embedded_model.DEFAULT_OUTPUT)
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """Mount a tmpfs with these options and return its folder; unmounted after the test."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(options: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs needs root: {done.stderr.strip()}")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -218,31 +218,24 @@ def test_a_killed_rank_leaves_a_directory_that_resumes(small_target, rows, tmp_p
     assert all(after[index] == entry for index, entry in before.items())
 
 
-def test_a_disk_that_fills_up_stops_the_run_cleanly(small_target, rows, tmp_path):
+def test_a_disk_that_fills_up_stops_the_run_cleanly(small_target, rows, tmp_path, tmpfs):
     """A tmpfs of a few megabytes, made larger for the second run. Two engines."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
-    try:
-        out = disk / "out"
-        arguments = [*target_flags(small_target), "--data", rows, "--output", out]
-        arguments += ["--chunk-tokens", 64, "--ring-gb", 0.05]
-        run = Run(tmp_path / "log", *arguments)
-        assert run.finish() == 2 and "--force" in run.text(), run.text()
-        assert not (out / "logs").exists(), "an engine was started for a disk that cannot hold the states"
-        run = Run(tmp_path / "log", *arguments, "--force")
-        assert run.finish() == 2, run.text()
-        assert "the disk is full" in run.text() and "The same command goes on" in run.text()
-        assert 0 < len(committed(out)) < ROWS - 1
-        assert not list(out.rglob("*.tmp")), "a partial shard was left behind"
-        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-        run = Run(tmp_path / "log", *arguments)
-        assert run.finish() == 0, run.text()
-        assert set(committed(out)) == set(range(ROWS)) - {7}
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+    disk = tmpfs("size=4m")
+    out = disk / "out"
+    arguments = [*target_flags(small_target), "--data", rows, "--output", out]
+    arguments += ["--chunk-tokens", 64, "--ring-gb", 0.05]
+    run = Run(tmp_path / "log", *arguments)
+    assert run.finish() == 2 and "--force" in run.text(), run.text()
+    assert not (out / "logs").exists(), "an engine was started for a disk that cannot hold the states"
+    run = Run(tmp_path / "log", *arguments, "--force")
+    assert run.finish() == 2, run.text()
+    assert "the disk is full" in run.text() and "The same command goes on" in run.text()
+    assert 0 < len(committed(out)) < ROWS - 1
+    assert not list(out.rglob("*.tmp")), "a partial shard was left behind"
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    run = Run(tmp_path / "log", *arguments)
+    assert run.finish() == 0, run.text()
+    assert set(committed(out)) == set(range(ROWS)) - {7}
 
 
 def test_the_target_answers_first(small_target, tmp_path):
