@@ -8,6 +8,8 @@ import pytest
 
 import tiny_models
 from common import embedded_model
+from common.tokenizing import load_tokenizer
+from standin_tokenizer import build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,6 +35,12 @@ def tmpfs(tmp_path):
     yield mount
     if disk.is_mount():
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory):
+    """The Kimi-like stand-in tokenizer (tests/standin_tokenizer.py), loaded with its own code."""
+    return load_tokenizer(str(build(tmp_path_factory.mktemp("standin"))), trust_remote_code=True)
 
 
 @pytest.fixture(scope="session")

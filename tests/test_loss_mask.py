@@ -18,11 +18,6 @@ def smollm2():
     return load_tokenizer(str(embedded_model.ensure()))
 
 
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory):
-    return load_tokenizer(str(build(tmp_path_factory.mktemp("standin"))), trust_remote_code=True)
-
-
 @pytest.fixture
 def templated(smollm2):
     """SmolLM2's tokenizer with another template for one test."""

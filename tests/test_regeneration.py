@@ -9,17 +9,11 @@ from common.conversations import load_rows, parse_row
 from common.errors import UserError
 from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
 from common.tokenizing import load_tokenizer, tokenize_row
-from standin_tokenizer import build
 
 
 @pytest.fixture(scope="module")
 def smollm2():
     return load_tokenizer(str(embedded_model.ensure()))
-
-
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory):
-    return load_tokenizer(str(build(tmp_path_factory.mktemp("standin"))), trust_remote_code=True)
 
 
 def row_of(record):
