@@ -54,7 +54,7 @@ def test_it_answers(folder):
 def test_a_finished_folder_is_reused_and_others_are_respected(folder, tmp_path):
     before = (folder / "model.safetensors").stat().st_mtime_ns
     done = subprocess.run(
-        [sys.executable, "-m", "common.embedded_model", "--output", folder], capture_output=True, text=True, timeout=20
+        [sys.executable, "-m", "common.embedded_model", "--output", folder], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and done.stdout.strip() == str(folder)
     assert (folder / "model.safetensors").stat().st_mtime_ns == before

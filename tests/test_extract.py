@@ -174,8 +174,8 @@ def test_the_log_speaks_from_the_first_second_on(small_target, rows, tmp_path):
         time.sleep(0.2)
     assert run.process.returncode == 0, run.text()
     changes = [sizes[0][0]] + [b[0] for a, b in zip(sizes, sizes[1:], strict=False) if b[1] != a[1]]
-    assert max(b - a for a, b in zip(changes, changes[1:], strict=False)) < 8.0
-    assert waited_for_first_line < 30  # imports on a busy machine; the first line itself is immediate
+    assert max(b - a for a, b in zip(changes, changes[1:], strict=False)) < 15.0
+    assert waited_for_first_line < 60  # imports on a busy machine; the first line itself is immediate
     assert "Prefill batch" not in run.text()
     assert "Prefill batch" in (tmp_path / "out" / "logs" / "engine-0-0.log").read_text()
     beat = json.loads((tmp_path / "out" / "heartbeat.json").read_text())
@@ -252,7 +252,7 @@ def test_the_target_answers_first(small_target, tmp_path):
     run.wait_until(lambda: "answering" in run.text())
     family = run.family()
     scheduler_of(family).kill()
-    assert run.finish(60) == 2 and "a process of the engine died" in run.text() and gone(family)
+    assert run.finish(180) == 2 and "a process of the engine died" in run.text() and gone(family)
     run = Run(tmp_path / "log", *arguments)
     answers = out / "answers" / "answers-0.jsonl"
     run.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 1)
