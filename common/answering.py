@@ -2,21 +2,26 @@
 
     rows = await answer(engine, rows, tokenizer, folder, sampling, ...)
 
-Each finished conversation is one durable line in `folder/answers-{replica}.jsonl`; a run that was interrupted goes on
-with the conversations that are missing there. common/regeneration.py knows what a prompt and an answer look like.
+Each finished conversation is one line in `folder/answers-{replica}.jsonl`, durable within a second; an interrupted run
+goes on with the conversations that are missing there. common/regeneration.py knows what a prompt and an answer look
+like.
 """
 
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 
 from common.conversations import Row
+from common.engine import gone_silent
 from common.errors import UserError
 from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
 
-CONVERSATIONS_IN_FLIGHT = 256  # the engine queues what does not fit its key/value cache
+CONVERSATIONS_IN_FLIGHT = 512  # the engine queues what does not fit its key/value cache
+SILENCE_SECONDS = 7200.0  # until the first of them is answered may take half an hour on a CPU
+SYNC_SECONDS = 1.0  # lines that come within this time share one fsync: it holds everything else up
 
 
 async def answer(
@@ -30,10 +35,12 @@ async def answer(
     template refuses it, or its prompt fills the context), and what `given_up` was given.
     """
     remarks: Counter = Counter()
+    synced = last_sign = time.monotonic()
     room = asyncio.Semaphore(CONVERSATIONS_IN_FLIGHT)
     with path.open("ab") as file:
 
         async def one(row: Row):
+            nonlocal synced, last_sign
             async with room:
                 if should_stop():
                     return
@@ -46,6 +53,7 @@ async def answer(
                     reply = await engine.async_generate(
                         input_ids=prompt, sampling_params={"temperature": temperature, "max_new_tokens": max(limit, 1)}
                     )
+                    last_sign = time.monotonic()
                     finish = reply["meta_info"]["finish_reason"]
                     if finish["type"] == "abort":
                         raise UserError(f"{row.place}: the engine refused the prompt: {finish.get('message')}")
@@ -60,7 +68,9 @@ async def answer(
                 line = json.dumps(saved, ensure_ascii=False) + "\n"
                 file.write(line.encode())
                 file.flush()
-                os.fsync(file.fileno())
+                if time.monotonic() - synced > SYNC_SECONDS:
+                    os.fsync(file.fileno())
+                    synced = time.monotonic()
                 on_done(generated)
 
         tasks = [asyncio.create_task(one(row)) for row in rows]
@@ -68,7 +78,11 @@ async def answer(
         try:
             waiting = set(tasks)
             while waiting:
-                done, waiting = await asyncio.wait({*waiting, death}, return_when=asyncio.FIRST_COMPLETED)
+                done, waiting = await asyncio.wait(
+                    {*waiting, death}, return_when=asyncio.FIRST_COMPLETED, timeout=SILENCE_SECONDS / 10
+                )
+                if time.monotonic() - last_sign > SILENCE_SECONDS:
+                    raise gone_silent(engine, SILENCE_SECONDS)
                 if death in done:
                     raise given_up.error
                 for task in done:
@@ -77,6 +91,7 @@ async def answer(
         finally:
             for task in [*tasks, death]:
                 task.cancel()
+            os.fsync(file.fileno())
     return +remarks
 
 

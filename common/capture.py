@@ -12,19 +12,16 @@ logits are closer than their rounding, are counted instead.
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
 import time
 from collections import Counter, deque
 
 import numpy as np
 
-from common.engine import ChildSignals, EngineDied
+from common.engine import SILENCE_SECONDS, ChildSignals, EngineDied, gone_silent
 from common.errors import UserError
 
 MOST_NEAR_TIES = 0.05  # share of samples; more of them is no rounding
-SILENCE_SECONDS = 1800.0  # a forward pass and the disk take seconds; beyond this the engine hangs
 COMMIT_SECONDS = 0.2  # records that arrive within this time share one fsync
 
 
@@ -52,7 +49,7 @@ class Capture:
         self.proofs: list[dict] = []
         self.rank_figures: dict[int, dict] = {}
         self.written_by: Counter[int] = Counter()  # rank -> samples
-        self.near_ties = 0
+        self.ties = self.near_ties = 0
         self.committed = 0
         self.set_aside = 0
         self.stopping = False
@@ -222,11 +219,12 @@ class Capture:
             own = content["own"]
             content["agrees"] = "yes"
             if own["tokens"][0] != answer:
-                candidates = zip(own["tokens"], own["below"], strict=True)
-                if answer not in [token for token, gap in candidates if gap <= own["rounding"]]:
+                gap = dict(zip(own["tokens"], own["below"], strict=True)).get(answer)
+                if gap is None or gap > own["rounding"]:
                     return self.fail(CaptureFailed(own_token_message(index, own, answer)))
-                content["agrees"] = "near-tie"
-                self.near_ties += 1
+                content["agrees"] = "tie" if gap == 0 else "near-tie"
+                self.ties += gap == 0  # bf16 logits are often equal to the last bit; either token is the best one
+                self.near_ties += gap > 0
                 checked = self.committed + len(self.ready) + 1
                 if self.near_ties > max(5, MOST_NEAR_TIES * checked):
                     return self.fail(CaptureFailed(near_tie_message(index, self.near_ties, checked)))
@@ -316,11 +314,7 @@ class Capture:
     def look_for_silence(self):
         """Nothing came back for long, although samples are in flight: ask for the stacks and give up, not wait on."""
         if time.monotonic() - self.last_sign > SILENCE_SECONDS:
-            for pid in self.engine.get_all_child_pids():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGUSR2)  # see run_scheduler in tap.py
-            time.sleep(1.0)
-            self.fail(EngineDied(f"the engine has been silent for {SILENCE_SECONDS:.0f} s; its stacks are in its log"))
+            self.fail(gone_silent(self.engine, SILENCE_SECONDS))
 
     def stalled_seconds(self) -> float:
         return sum(figures["stalled_seconds"] for figures in self.rank_figures.values())
@@ -329,7 +323,7 @@ class Capture:
         """The result of both checks, for dataset.json; `seconds` is what they cost the slowest rank's scheduler."""
         return {
             "first_batch": self.proofs,
-            "own_token": {"checked": self.committed, "near_ties": self.near_ties, "mismatches": 0},
+            "own_token": {"checked": self.committed, "ties": self.ties, "near_ties": self.near_ties, "mismatches": 0},
             "seconds": round(max((f["check_seconds"] for f in self.rank_figures.values()), default=0.0), 4),
             "of_seconds": round(time.monotonic() - self.started, 4),
         }

@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +54,7 @@ UNSAFE = {
     "enable_hierarchical_cache": (bool, "cached prefixes are never computed, so rows would be missing"),
     "tokenizer_worker_num": (lambda n: n > 1, "prompts come as token ids; there is nothing to tokenise"),
 }
+SILENCE_SECONDS = 1800.0  # an answer and the disk take seconds to minutes; beyond this the engine hangs
 CPU_MAX_TOTAL_TOKENS = 32_768  # key/value cache on the CPU, in tokens
 LAYER_PREFIXES = ("model", "language_model.model", "model.language_model", "language_model")
 
@@ -284,6 +286,15 @@ def stop_engine(engine) -> None:
     kill_children(set(engine.get_all_child_pids()))
     if engine.links is not None:
         engine.links.close()
+
+
+def gone_silent(engine, seconds: float) -> EngineDied:
+    """What to raise when nothing has come back for `seconds`; the children print their stacks into the log first."""
+    for pid in engine.get_all_child_pids():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR2)  # see run_scheduler in tap.py
+    time.sleep(1.0)
+    return EngineDied(f"the engine has been silent for {seconds:.0f} s; its stacks are in its log")
 
 
 def kill_children(pids: set[int] | None = None) -> None:

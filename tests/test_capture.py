@@ -113,7 +113,7 @@ def test_layers_that_work_in_place_change_nothing(engine, points, fault, tmp_pat
 def test_both_self_checks_are_recorded(engine, points, tmp_path):
     session, _ = helpers.capture(engine, tmp_path, helpers.samples_of([9, 8, 7]), points)
     checks = session.self_checks()
-    assert checks["own_token"] == {"checked": 3, "near_ties": 0, "mismatches": 0}
+    assert checks["own_token"] == {"checked": 3, "ties": 0, "near_ties": 0, "mismatches": 0}
     (proof,) = checks["first_batch"]
     assert set(proof["bit_equal"].values()) == {1.0}
     assert min(proof["neighbour_error"].values()) > 0.01
