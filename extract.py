@@ -29,6 +29,7 @@ from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_p
 from common.extraction_view import Figures, Interrupts, resume_line, summary
 from common.placement import Placement
 from common.plan import plan_of, plan_text
+from common.plan_training import training_plan, training_text
 from common.progress import Progress
 from common.shard_check import status, status_text, verify
 from common.shard_run import RunDirectory
@@ -107,8 +108,13 @@ def main() -> int:
         with Progress("plan", total=None, unit="rows", stream=sys.stderr) as progress:
             samples, _ = tokenize(args, target, read_rows(args), None, None, progress)
         replicas = place_process(args, target["device"], max(target["gpus"], args.tp)).replicas
-        plan = plan_of(samples, target, args.state_dtype, args.ring_gb, gpus=args.tp * replicas)
-        print(json.dumps(plan, indent=1) if args.json else plan_text(plan))
+        gpus = args.tp * replicas
+        plan = plan_of(samples, target, args.state_dtype, args.ring_gb, gpus)
+        training = training_plan(samples, target, plan["bytes"], plan["bytes_per_token"], gpus)
+        if args.json:
+            print(json.dumps(plan | {"training": training}, indent=1))
+        else:
+            print(plan_text(plan) + ("\n" + training_text(training, gpus) if training else ""))
         return 0
 
     rank, world_size, _ = ranks.join("cpu", patience=timedelta(days=30))

@@ -5,7 +5,7 @@ from common.shard_check import bytes_per_token, plan_bytes
 from common.target import text_config
 
 H200_TFLOPS = 790.0  # dense bf16 matrix products, measured on one H200
-MEASURED_SHARE = 0.60  # of that, reached by plain prefill at Kimi-K2.5 dimensions (7,300 tokens/s of 12,300)
+MEASURED_SHARE = 0.56  # of that, reached by plain prefill at Kimi-K2.5 dimensions (7,300 tokens/s of 13,000)
 
 
 def plan_of(samples: list, target: dict, state_dtype: str, ring_gb: float, gpus: int) -> dict:
@@ -27,6 +27,7 @@ def plan_of(samples: list, target: dict, state_dtype: str, ring_gb: float, gpus:
         "gpus": gpus,
         "floor_seconds_h200": floor,
         "expected_seconds_h200": floor / MEASURED_SHARE,
+        "write_gb_per_second": plan_bytes(lengths, points, hidden, state_dtype) / (floor / MEASURED_SHARE) / 1e9,
     }
 
 
@@ -39,7 +40,8 @@ def plan_text(plan: dict) -> str:
             f"{plan['host_memory_bytes'] / 1e9:g} GB of ring, {plan['gpus']} x --ring-gb",
             f"prefill of {plan['active_parameters'] / 1e9:.3g} B active parameters on {plan['gpus']} H200: "
             f"{duration(plan['floor_seconds_h200'])} by arithmetic, about "
-            f"{duration(plan['expected_seconds_h200'])} at the measured {MEASURED_SHARE:.0%} of it",
+            f"{duration(plan['expected_seconds_h200'])} at the measured {MEASURED_SHARE:.0%} of it; a disk that writes "
+            f"less than {plan['write_gb_per_second']:.2f} GB/s is the limit instead",
         ]
     )
 
