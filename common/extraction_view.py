@@ -121,7 +121,7 @@ def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figu
         lines.append(
             f"proven: capture points of the first batch {equal:.0%} bit-equal to SGLang's own capture, norm of the "
             f"last state within {norm_error:.1g}; own token right for {own['checked']:,} samples "
-            f"({own['near_ties']} near-ties)"
+            f"({own.get('ties', 0)} ties, {own['near_ties']} near-ties)"
         )
     lines.append(f"next: python train_drafter.py --data {out} --output drafter/")
     return "\n".join(lines)
