@@ -7,6 +7,8 @@ its head. The neighbours are there to say what went wrong: shifted by a layer, n
 After the proof the capture is switched off, so the rest of the run pays nothing.
 """
 
+import contextlib
+
 import torch
 
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f")
@@ -45,15 +47,19 @@ class FirstBatchProof:
 
     def switch_on(self, points: list[int]) -> list[int]:
         """Make SGLang capture what enters `layers[k]` for these k; families differ in the ids they take for that."""
+        found = None
         for wanted in (points, [point for point in points if point > 1]):
             for offset in (0, -1):
-                self.model.set_eagle3_layers_to_capture([point + offset for point in wanted])
-                if list(self.decoder.layers_to_capture) == wanted and set(self.points) <= set(wanted):
+                self.stop()  # marks that an attempt before this one left on single layers
+                with contextlib.suppress(IndexError):  # the family adds one, and there is no such layer
+                    self.model.set_eagle3_layers_to_capture([point + offset for point in wanted])
+                found = list(self.decoder.layers_to_capture)
+                if found == wanted and set(self.points) <= set(wanted):
                     return wanted
-            self.stop()
+        self.stop()
         raise ProofFailed(
             f"{type(self.model).__name__}: SGLang cannot capture the points {self.points} "
-            f"(it set {self.decoder.layers_to_capture}); choose other points"
+            f"(it set {found}); choose other points"
         )
 
     def stop(self):

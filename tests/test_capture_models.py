@@ -1,7 +1,7 @@
 """Capture of other models and over two tensor-parallel ranks, each with its own real engine on the CPU.
 
-A Qwen3 with tied embeddings, a 61-layer DeepSeek-V3 (multi-head latent attention, mixture of experts), and a Llama and
-the DeepSeek over two ranks. Four engines.
+A Qwen3 with tied embeddings, a Qwen3-MoE, a 61-layer DeepSeek-V3 (multi-head latent attention, mixture of experts), and
+a Llama and the DeepSeek over two ranks. Five engines.
 """
 
 import contextlib
@@ -19,7 +19,12 @@ pytestmark = pytest.mark.engine
 TOLERANCE = 1e-5
 LENGTHS = [23, 40, 1, 5, 64, 17]
 THIRD_61 = CapturePoints((3, 31, 59), 61)
-TARGETS = {"llama": THIRD_61, "qwen3": CapturePoints.default(8), "deepseek_v3": THIRD_61}
+TARGETS = {
+    "llama": THIRD_61,
+    "qwen3": CapturePoints.default(8),
+    "qwen3_moe": CapturePoints.default(12),
+    "deepseek_v3": THIRD_61,
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,7 @@ def compare_with_transformers(folder, points, samples, exact, rounded):
         assert helpers.relative_error(other, state) > 1000 * TOLERANCE, "this model could not tell a shifted point"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_states_equal_those_of_transformers(checkpoint, tmp_path, kind):
     folder, points, samples = checkpoint(kind), TARGETS[kind], helpers.samples_of(LENGTHS)
     with running(folder, kind, tmp_path) as engine:

@@ -31,6 +31,16 @@ def qwen3(folder: Path, layers: int = 8) -> Path:
     return save(config, folder)
 
 
+def qwen3_moe(folder: Path, layers: int = 12) -> Path:
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=VOCAB, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=layers, head_dim=16, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return save(config, folder)
+
+
 def deepseek_v3(folder: Path, layers: int = 61) -> Path:
     """Multi-head latent attention and mixture of experts, as in Kimi-K2.5's language model."""
     config = AutoConfig.for_model(
