@@ -163,8 +163,9 @@ def tune(name, load, budget_s):
     rows, starts = batch.query_rows, batch.query_starts
     flops = 4 * d["heads"] * d["head_dim"] * batch.num_pairs
     defaults = ttt_attention_triton.settings(d["head_dim"])
-    out, lse = ttt_attention_triton._attention(*tensors, rows, starts)
-    grad = torch.randn_like(out)
+    scale = d["head_dim"] ** -0.5
+    out, lse = ttt_attention_triton._attention(*tensors, rows, starts, scale)
+    grad, backward = torch.randn_like(out), ttt_attention_triton._attention_backward
     started = time.perf_counter()
     for kernel, candidates in CANDIDATES.items():
         found = []
@@ -175,9 +176,9 @@ def tune(name, load, budget_s):
             blocks = dict(BLOCK_Q=q, num_warps=warps, num_stages=stages) | (dict(BLOCK_K=k) if k else {})
             ttt_attention_triton.settings = lambda _d, kernel=kernel, blocks=blocks: defaults | {kernel: blocks}
             if kernel == "forward":
-                run = lambda: ttt_attention_triton._attention(*tensors, rows, starts)  # noqa: E731
+                run = lambda: ttt_attention_triton._attention(*tensors, rows, starts, scale)  # noqa: E731
             else:
-                run = lambda: ttt_attention_triton._attention_backward(grad, *tensors, rows, starts, out, lse)  # noqa: E731
+                run = lambda: backward(grad, *tensors, rows, starts, scale, out, lse)  # noqa: E731
             try:
                 ms = triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
             except Exception as problem:
