@@ -18,9 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from common.capture_points import CapturePoints
-from common.drafter import Drafter, DrafterConfig, text_config
+from common.drafter import Drafter, DrafterConfig
 from common.errors import UserError
 from common.shard_writing import write_atomically
+from common.target import text_config
 
 SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle3"
 SPECULATORS_VERSION = "0.9.0"

@@ -44,6 +44,11 @@ def ttt_attention(
     return _Blocks.apply(query, keys, values, own_keys, own_values, rows, starts, scale)
 
 
+def fused_width(d: int, e: int) -> int:
+    """The one width that the fused kernels give queries and keys of d and values of e: a power of two, 16 or more."""
+    return max(16, 1 << (max(d, e) - 1).bit_length())
+
+
 def _spans(rows: torch.Tensor, starts: torch.Tensor):
     """(slice of queries, slice of keys) of each block; key slices cover all that any query of the block sees."""
     for first in range(0, rows.shape[0], QUERIES_PER_BLOCK):

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ttt_attention import fused_width
+
 LOG2E = 1.4426950408889634
 
 
@@ -374,7 +376,7 @@ def fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts,
     d, value_width = query.shape[-1], values.shape[-1]
     if max(d, value_width) > 256:
         raise ValueError(f"heads of {d}, values of {value_width}: the attention kernels take 256; use fused=False")
-    wide = max(16, triton.next_power_of_2(max(d, value_width)))
+    wide = fused_width(d, value_width)
     if scale is None:
         scale = wide**-0.5
         query = query if wide == d else query * (wide / d) ** 0.5
