@@ -143,6 +143,15 @@ class DrafterConfig:
         return len(self.capture_points)
 
 
+def require_type(config: DrafterConfig, wanted: str, where, otherwise: str) -> None:
+    """Raise `UserError` unless the drafter found at `where` is of the wanted type; otherwise: what else one may do."""
+    if config.drafter_type != wanted:
+        raise UserError(
+            f"{where}: a drafter of type {config.drafter_type}, but --drafter-type is {wanted}; give --drafter-type "
+            f"{config.drafter_type}, or {otherwise}"
+        )
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
