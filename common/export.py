@@ -344,7 +344,7 @@ def config_of(path: Path, raw: dict, layer: dict, tensors: dict, points: tuple[i
     try:
         heads, latent = layer["num_attention_heads"], {}
         kv_heads, head_dim = layer.get("num_key_value_heads"), layer.get("head_dim")
-        if raw.get("architectures") == [SGLANG_ARCHITECTURES["mla"]]:
+        if (raw.get("architectures") or [None])[0] == SGLANG_ARCHITECTURES["mla"]:
             latent = {name: layer[name] for name in MLA_SIZES}
             kv_heads, head_dim = heads, latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
             if kind == "yarn":  # as SGLang takes it in latent attention
@@ -370,6 +370,8 @@ def config_of(path: Path, raw: dict, layer: dict, tensors: dict, points: tuple[i
         )
     except KeyError as error:
         raise UserError(f"{path / 'config.json'}: {error} is missing") from None
+    except UserError as error:
+        raise UserError(f"{path / 'config.json'}: {error}") from None
 
 
 def sglang_points(path: Path, raw: dict, target_config: dict | None) -> list[int]:

@@ -268,7 +268,7 @@ def test_public_drafters_with_latent_attention_are_understood(target, tmp_path):
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     for changes, message in (
         ({"rope_interleave": False}, "rope_interleave is off"),
-        ({"q_lora_rank": None}, "type mla: q_lora_rank must be given"),
+        ({"q_lora_rank": None}, "config.json: drafter of type mla: q_lora_rank must be given"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "type mla: rope scaling 'linear'"),
         ({"kv_lora_rank": 21}, r"kv_b_proj.weight is float .88, 20., expected float .88, 21."),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "layer is of type deepseek_v3"),
