@@ -27,8 +27,9 @@ from common.arguments import as_dict, parse
 from common.batches import Schedule, batch_plan, scan_once, split
 from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig, ttt_loss
+from common.drafter_config import MLA_SIZES, require_type
 from common.errors import EXIT_INTERRUPTED, UserError, run
-from common.export import export_sglang, export_speculators, load_drafter, serving_ids_for
+from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators, load_drafter, serving_ids_for
 from common.feed import Feed, Mover, SetAside
 from common.losses import Teacher
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
@@ -57,10 +58,16 @@ class TrainArguments:
     export: str = option("sglang", "Formats of the drafter: 'sglang', or 'speculators' for both (in OUT/speculators).")
     serving_ids: list[int] | None = option(None, "Layer ids for SGLang, for a target family whose rule is not known.")
     # The drafter; each size defaults to the target's.
+    drafter_type: str = option("llama", "Its layer: 'llama', or 'mla': latent attention as DeepSeek and Kimi have it.")
     draft_vocab_size: int = option(32000, "Tokens that the drafter can name (most frequent supervised ones); 0: all.")
     num_attention_heads: int | None = option(None, "Query heads of the drafter's layer.")
-    num_key_value_heads: int | None = option(None, "Key/value heads of the drafter's layer.")
-    head_dim: int | None = option(None, "Width of a head.")
+    num_key_value_heads: int | None = option(None, "Key/value heads of the drafter's layer (llama).")
+    head_dim: int | None = option(None, "Width of a head (llama).")
+    q_lora_rank: int | None = option(None, "Width of the latent of the queries (mla, likewise the next four).")
+    kv_lora_rank: int | None = option(None, "Width of the latent of keys and values.")
+    qk_nope_head_dim: int | None = option(None, "Width of the part of a head's query and key that is not rotated.")
+    qk_rope_head_dim: int | None = option(None, "Width of the part that is rotated; all heads share its key.")
+    v_head_dim: int | None = option(None, "Width of a head's values.")
     intermediate_size: int | None = option(None, "Width of the feed-forward part.")
     max_position_embeddings: int | None = option(None, "Longest context that the drafter is served with, in tokens.")
     fc_norm: bool = option(False, "Norm each capture point before they are joined.")
@@ -103,11 +110,13 @@ class TrainArguments:
     def __post_init__(self):
         self.data = [self.data] if isinstance(self.data, str) else self.data  # one directory in a YAML file
         choices = {"export": ("sglang", "speculators"), "long_documents": ("trim", "skip", "refuse"),
-                   "device": ("auto", "cuda", "cpu")}  # fmt: skip
+                   "device": ("auto", "cuda", "cpu"), "drafter_type": ("llama", "mla")}  # fmt: skip
         values = vars(self)
         wrong = [f"{n} {values[n]}: expected {', '.join(all_)}" for n, all_ in choices.items() if values[n] not in all_]
         positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every")
         wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
+        if self.drafter_type == "mla" and self.export == "speculators":
+            wrong.append(f"export speculators: {NO_LATENT_SPECULATORS}")
         if wrong:
             raise UserError("; ".join("--" + line.replace("_", "-") for line in wrong))
 
@@ -333,12 +342,14 @@ def build_drafter(arguments: TrainArguments, target: TargetParts, points: Captur
     """The drafter with its vocabulary and weights: of the checkpoint, of --init-from, or fresh."""
     if found:
         config = DrafterConfig(**found[1]["identity"]["drafter"])
+        require_type(config, arguments.drafter_type, found[0], "train into another --output")
         drafter, stored = Drafter(config), checkpoints.weights_of(found[0])
         drafter.load_state_dict(stored)
         drafter.set_vocab(stored["d2t"], stored["t2d"])
         return drafter
     if arguments.init_from:
         drafter, _ = load_drafter(arguments.init_from, target.config)
+        require_type(drafter.config, arguments.drafter_type, arguments.init_from, "start from another (--init-from)")
         note(f"starting from {arguments.init_from}, whose sizes and draft vocabulary are kept")
         return drafter
     d2t, t2d = build_draft_vocab(frequencies, arguments.draft_vocab_size)
@@ -347,9 +358,9 @@ def build_drafter(arguments: TrainArguments, target: TargetParts, points: Captur
     covered = frequencies[t2d].sum() / frequencies.sum()
     note(f"draft vocabulary: {len(d2t):,} of {len(t2d):,} tokens cover {covered:.2%} of the supervised tokens")
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
-             "fc_norm", "norm_output")  # fmt: skip
+             "fc_norm", "norm_output", *MLA_SIZES)  # fmt: skip
     drafter = Drafter(DrafterConfig.from_target(
-        target.config, capture_points=points.points, draft_vocab_size=len(d2t),
+        target.config, arguments.drafter_type, capture_points=points.points, draft_vocab_size=len(d2t),
         **{name: getattr(arguments, name) for name in names},
     ))  # fmt: skip
     drafter.set_vocab(d2t, t2d)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from benchmarks.training import DECAY, DIMS, STEPS, make_batches, make_drafter  # noqa: E402
+from benchmarks.training import DECAY, DIMS, MLA, STEPS, make_batches, make_drafter  # noqa: E402
 from common import losses, losses_triton, ttt_attention_triton  # noqa: E402
 from common.drafter import ttt_loss  # noqa: E402
 from common.train_step import GraphedStep, clipped_step, make_optimizer  # noqa: E402
@@ -66,12 +66,12 @@ def accumulated_product():
     return relative(total, expected)
 
 
-def whole_step(dims, compiled=False, graph=False):
+def whole_step(dims, compiled=False, graph=False, mla=None):
     """Loss and gradients of the bf16 training step against float64 eager arithmetic on the same weights and batch."""
     d = DIMS["tiny"] | dict(hidden=256, ffn=512, **dims)
     batches, _ = make_batches("chat", d, 2048 if DEVICE == "cuda" else 256, DEVICE, 1)
     batch = batches[0]
-    drafter, teacher = make_drafter(d, DEVICE, False)
+    drafter, teacher = make_drafter(d, DEVICE, False, mla)
     with torch.no_grad():  # larger weights, so that attention is far from uniform
         for parameter in drafter.parameters():
             parameter.copy_((parameter * (3.0 if parameter.ndim == 2 else 1.0)).bfloat16())
@@ -123,6 +123,7 @@ def checks(quick):
 
     if DEVICE == "cpu":
         check("training step, plain path", 5e-2, lambda: whole_step(dict(heads=4, kv=2, head_dim=16)))
+        check("training step of latent attention", 5e-2, lambda: whole_step(dict(heads=4), mla=MLA["tiny"]))
         check("clipped and skipped steps", 1e-5, skipped_step)
         return
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -134,6 +135,10 @@ def checks(quick):
             case = (torch.bfloat16, many, steps, heads, kv, d)
             run = partial(attention_error, DEVICE, *case, tokens=1024, queries=800)
             check(f"attention {heads}/{kv} heads of {d}, {steps} own keys", 1.5e-2, run)
+    for steps in (0, 6):
+        case = (torch.bfloat16, many, steps, 64, 64, 192)
+        run = partial(attention_error, DEVICE, *case, values=128, scale=0.1, tokens=1024, queries=800)
+        check(f"attention 64 heads of 192, values of 128, {steps} own keys", 1.5e-2, run)
     run = partial(attention_error, DEVICE, torch.bfloat16, (3, 200, 170), 2, 4, 2, 64, 1.0)
     check("attention, all supervised, odd sizes", 1.5e-2, run)
     sizes = dict(predicted=300, queries=320, steps=7, n=5000, h=64, h_target=64)
@@ -144,6 +149,9 @@ def checks(quick):
     if not quick:
         check("training step bf16 against float64, heads of 64", 5e-2, lambda: whole_step(narrow))
         check("training step compiled", 5e-2, lambda: whole_step(narrow, compiled=True))
+    for compiled in (False, True):
+        run = partial(whole_step, dict(heads=8), compiled=compiled, mla=MLA["kimi"])
+        check(f"training step of latent attention{', compiled' if compiled else ''}", 5e-2, run)
     check("training step compiled, in a CUDA graph", 5e-2, lambda: whole_step(narrow, compiled=True, graph=True))
     check("clipped and skipped steps", 1e-5, skipped_step)
 
@@ -163,8 +171,9 @@ def tune(name, load, budget_s):
     rows, starts = batch.query_rows, batch.query_starts
     flops = 4 * d["heads"] * d["head_dim"] * batch.num_pairs
     defaults = ttt_attention_triton.settings(d["head_dim"])
-    out, lse = ttt_attention_triton._attention(*tensors, rows, starts)
-    grad = torch.randn_like(out)
+    scale = d["head_dim"] ** -0.5
+    out, lse = ttt_attention_triton._attention(*tensors, rows, starts, scale)
+    grad, backward = torch.randn_like(out), ttt_attention_triton._attention_backward
     started = time.perf_counter()
     for kernel, candidates in CANDIDATES.items():
         found = []
@@ -175,9 +184,9 @@ def tune(name, load, budget_s):
             blocks = dict(BLOCK_Q=q, num_warps=warps, num_stages=stages) | (dict(BLOCK_K=k) if k else {})
             ttt_attention_triton.settings = lambda _d, kernel=kernel, blocks=blocks: defaults | {kernel: blocks}
             if kernel == "forward":
-                run = lambda: ttt_attention_triton._attention(*tensors, rows, starts)  # noqa: E731
+                run = lambda: ttt_attention_triton._attention(*tensors, rows, starts, scale)  # noqa: E731
             else:
-                run = lambda: ttt_attention_triton._attention_backward(grad, *tensors, rows, starts, out, lse)  # noqa: E731
+                run = lambda: backward(grad, *tensors, rows, starts, scale, out, lse)  # noqa: E731
             try:
                 ms = triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
             except Exception as problem:

@@ -46,18 +46,25 @@ DIMS = {
     "smollm2": dict(hidden=576, heads=9, kv=3, head_dim=64, ffn=1536, vocab=49152, draft=16000),
     "tiny": dict(hidden=64, heads=4, kv=2, head_dim=16, ffn=128, vocab=512, draft=128),
 }
-# name -> (dimensions, workload, options); frozen: the drafter's head, as speculators has it
+# Drafters with latent attention of these dimensions.
+MLA = {
+    "kimi": dict(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    "tiny": dict(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+}
+# name -> (dimensions, workload, options); frozen: the drafter's head, as speculators has it; mla: latent attention
 ROWS = {
     "kimi-dense": ("kimi", "dense", dict()),
     "kimi-dense-frozen": ("kimi", "dense", dict(frozen=True)),
     "kimi-chat": ("kimi", "chat", dict()),
     "kimi-chat-frozen": ("kimi", "chat", dict(frozen=True)),
+    "kimi-mla-dense": ("kimi", "dense", dict(mla=True)),
     "kimi-long": ("kimi", "long", dict(steps=2, warm=1)),  # five seconds a step, nearly all of it attention
     "smollm2-dense": ("smollm2", "dense", dict(graph=True)),
     "smollm2-dense-launched": ("smollm2", "dense", dict()),  # without a CUDA graph
     "smollm2-chat": ("smollm2", "chat", dict(graph=True)),
     "tiny-dense": ("tiny", "dense", dict()),
     "tiny-chat": ("tiny", "chat", dict()),
+    "tiny-mla-dense": ("tiny", "dense", dict(mla=True)),
 }
 PEER_ROWS = {
     "speculators-kimi-dense": ("speculators", "kimi", "dense"),
@@ -140,11 +147,16 @@ def make_batches(name, d, tokens, device, at_most=4):
     return batches, padding
 
 
-def make_drafter(d, device, frozen):
+def make_drafter(d, device, frozen, mla=None):
+    """mla: sizes of latent attention, in place of the Llama layer's heads."""
+    heads = dict(num_key_value_heads=d["kv"], head_dim=d["head_dim"])
+    if mla:
+        head_dim = mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"]
+        heads = dict(num_key_value_heads=d["heads"], head_dim=head_dim, **mla)
     config = DrafterConfig(
-        hidden_size=d["hidden"], target_hidden_size=d["hidden"], num_attention_heads=d["heads"],
-        num_key_value_heads=d["kv"], head_dim=d["head_dim"], intermediate_size=d["ffn"], vocab_size=d["vocab"],
-        draft_vocab_size=d["draft"], capture_points=(3, 31, 59), max_position_embeddings=32768,
+        hidden_size=d["hidden"], target_hidden_size=d["hidden"], num_attention_heads=d["heads"], **heads,
+        intermediate_size=d["ffn"], vocab_size=d["vocab"], draft_vocab_size=d["draft"], capture_points=(3, 31, 59),
+        max_position_embeddings=32768,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(device):
@@ -170,7 +182,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     d, device, started = DIMS[dims], options.device, time.perf_counter()
     frozen, graph = how.get("frozen", False), how.get("graph", False) and device == "cuda"
     batches, padding = make_batches(load, d, options.tokens, device)
-    drafter, teacher = make_drafter(d, device, frozen)
+    drafter, teacher = make_drafter(d, device, frozen, MLA[dims] if how.get("mla") else None)
     if options.compile:
         drafter.compile_parts()
     optimizer = make_optimizer(drafter.parameters(), 1e-4)

@@ -25,6 +25,7 @@ from torch import nn
 
 from common.batches import Schedule, fingerprint
 from common.drafter import Drafter
+from common.drafter_config import MLA_SIZES
 from common.errors import UserError
 from common.export import fsync_file
 from common.shard_writing import cannot_write, fsync_directory, take_lock
@@ -211,7 +212,7 @@ def remove_unfinished(out: Path) -> int:
 SAME_ARGUMENTS = (
     "draft_vocab_size", "init_from", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "max_position_embeddings", "fc_norm", "norm_output", "ttt_steps", "step_decay", "tokens_per_step", "seed",
-    "long_documents", "eval_fraction",
+    "long_documents", "eval_fraction", *MLA_SIZES,
 )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""The EAGLE-3 drafter: one decoder layer over fused capture points, as SGLang's `LlamaForCausalLMEagle3` runs it.
+"""The EAGLE-3 drafter: one decoder layer over fused capture points, as SGLang runs it: with a Llama layer
+(`LlamaForCausalLMEagle3`) or with latent attention (`Eagle3DeepseekV2ForCausalLM`, called "mla").
 
 What others use:
 
-* `DrafterConfig`, `DrafterConfig.from_target(hf_config, **overrides)`: sizes, read off the target.
+* `DrafterConfig`, `DrafterConfig.from_target(hf_config, drafter_type, **overrides)` (common/drafter_config.py).
 * `Drafter(config)`: its `state_dict()` has exactly the keys SGLang loads (`fc.weight`, `midlayer.*`, `norm.weight`,
   `lm_head.weight`, buffers `d2t` and `t2d`; `fc_norm.{i}.weight` when asked). Everything starts as NaN, so a weight
   that nothing loaded shows in the first loss; `init_weights` or `load_state_dict` fills them and `check_loaded` names
@@ -21,127 +22,18 @@ training at fixed shapes (budgets: multiples of 16). Nothing here synchronises w
 Callers: train_drafter.py, eval_acceptance.py, common/checkpoints.py.
 """
 
-from dataclasses import asdict, dataclass
-
 import torch
 from torch import nn
 
 from common import drafter_layer as layer
+from common import drafter_layer_mla as layer_mla
 from common import rope
+from common.drafter_config import MLA_SIZES, DrafterConfig
 from common.errors import UserError
 from common.losses import Teacher, ttt_cross_entropy
 from common.packing import PackedBatch
-from common.target import text_config
-from common.ttt_attention import ttt_attention
+from common.ttt_attention import fused_width, ttt_attention
 from common.vocab import draft_ids, target_ids
-
-# A target without classic key/value heads (MLA) gets a drafter with this many; its query heads keep the target's count.
-MLA_KEY_VALUE_HEADS = 8
-MLA_HEAD_DIM = 128
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """Sizes of a drafter; the same names as the config.json that SGLang reads, where it has them."""
-
-    hidden_size: int  # H, also the width of the target's embedding
-    target_hidden_size: int  # H_target of the captured states
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int  # the target's
-    draft_vocab_size: int  # N; equal to vocab_size when the drafter's head is full
-    capture_points: tuple[int, ...]  # P of them, order of the columns of fc
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # as in Hugging Face configs: rope_type default, linear, llama3, yarn
-    fc_norm: bool = False  # an RMS norm on each capture point before fc
-    norm_output: bool = False  # feed norm(h) instead of h to the next step
-    initializer_range: float = 0.02
-
-    def __post_init__(self):
-        object.__setattr__(self, "capture_points", tuple(self.capture_points))
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"drafter: {self.num_attention_heads} query heads cannot share {self.num_key_value_heads} kv heads"
-            )
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise UserError(f"drafter: draft_vocab_size {self.draft_vocab_size} of a vocabulary of {self.vocab_size}")
-        rope.inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)  # refuses an unknown kind now
-
-    @classmethod
-    def from_target(cls, hf_config: dict, **overrides) -> "DrafterConfig":
-        """Derive a drafter from the target's config.json (its `text_config` where it is nested).
-
-        Heads, FFN width, rope, eps and max_position_embeddings are the target's. A target with multi-head latent
-        attention (DeepSeek, Kimi) has no key/value heads to copy: its drafter gets the same number of query heads,
-        8 kv heads and heads of 128, and plain yarn where the target scales its rope so. overrides: any field; those
-        that are None are ignored. `capture_points` and `draft_vocab_size` must be among them (0: full). Raises
-        UserError naming a field that the config lacks.
-        """
-        text = text_config(hf_config)
-        overrides = {name: value for name, value in overrides.items() if value is not None}
-
-        def read(*names, default=None):
-            for name in names:
-                if text.get(name) is not None:
-                    return text[name]
-            if default is None:
-                raise UserError(
-                    f"target config.json lacks {' or '.join(names)}: give the drafter its own as an argument"
-                )
-            return default
-
-        latent = text.get("kv_lora_rank") is not None
-        parameters = text.get("rope_parameters") or {}  # transformers >= 5
-        scaling = parameters or text.get("rope_scaling")
-        hidden = overrides.get("hidden_size") or read("hidden_size")
-        heads = overrides.get("num_attention_heads") or read("num_attention_heads")
-        made = dict(
-            hidden_size=hidden,
-            target_hidden_size=read("hidden_size"),
-            num_attention_heads=heads,
-            num_key_value_heads=min(MLA_KEY_VALUE_HEADS, heads)
-            if latent
-            else read("num_key_value_heads", default=heads),
-            head_dim=MLA_HEAD_DIM if latent else read("head_dim", default=hidden // heads),
-            vocab_size=read("vocab_size"),
-            max_position_embeddings=read("max_position_embeddings"),
-            rms_norm_eps=read("rms_norm_eps", default=1e-5),
-            rope_theta=float(parameters.get("rope_theta") or read("rope_theta", default=10000.0)),
-            rope_scaling=_drafter_scaling(scaling, text),
-        )
-        if "intermediate_size" not in overrides:
-            made["intermediate_size"] = read("intermediate_size")
-        made.update(overrides)
-        for name in ("capture_points", "draft_vocab_size"):
-            if name not in made:
-                raise UserError(f"DrafterConfig.from_target: {name} must be given")
-        made["draft_vocab_size"] = made["draft_vocab_size"] or made["vocab_size"]
-        return cls(**made)
-
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    @property
-    def num_points(self) -> int:
-        return len(self.capture_points)
-
-
-def _drafter_scaling(scaling: dict | None, text: dict) -> dict | None:
-    """The target's rope scaling in the form that SGLang applies to a Llama drafter; None for plain rope."""
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return None
-    keep = {name: value for name, value in scaling.items() if name not in ("type", "rope_theta")}
-    keep["rope_type"] = kind
-    if "yarn" in kind:  # deepseek_yarn scales scores in MLA only; the drafter's own attention takes plain yarn
-        keep = {n: v for n, v in keep.items() if n not in ("mscale", "mscale_all_dim", "attention_factor")}
-        keep["rope_type"] = "yarn"
-        keep.setdefault("original_max_position_embeddings", text.get("original_max_position_embeddings"))
-    return keep
 
 
 class Weight(nn.Module):
@@ -152,6 +44,30 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.full(shape, float("nan")))
 
 
+def _attention_weights(c: DrafterConfig) -> nn.ModuleDict:
+    h, heads = c.hidden_size, c.num_attention_heads
+    if c.drafter_type == "mla":
+        return nn.ModuleDict(
+            {
+                "q_a_proj": Weight(c.q_lora_rank, 2 * h),
+                "q_a_layernorm": Weight(c.q_lora_rank),
+                "q_b_proj": Weight(heads * c.head_dim, c.q_lora_rank),
+                "kv_a_proj_with_mqa": Weight(c.kv_lora_rank + c.qk_rope_head_dim, 2 * h),
+                "kv_a_layernorm": Weight(c.kv_lora_rank),
+                "kv_b_proj": Weight(heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+                "o_proj": Weight(h, heads * c.v_head_dim),
+            }
+        )
+    return nn.ModuleDict(
+        {
+            "q_proj": Weight(heads * c.head_dim, 2 * h),
+            "k_proj": Weight(c.num_key_value_heads * c.head_dim, 2 * h),
+            "v_proj": Weight(c.num_key_value_heads * c.head_dim, 2 * h),
+            "o_proj": Weight(h, heads * c.head_dim),
+        }
+    )
+
+
 class Drafter(nn.Module):
     """See the top of this file. Parameters are float32 masters; buffers d2t int64 [N], t2d bool [V]."""
 
@@ -160,20 +76,13 @@ class Drafter(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.compiled: tuple = ()
-        c, h, d = config, config.hidden_size, config.head_dim
+        c, h = config, config.hidden_size
         self.fc = Weight(h, c.num_points * c.target_hidden_size)
         if c.fc_norm:
             self.fc_norm = nn.ModuleList(Weight(c.target_hidden_size) for _ in range(c.num_points))
         self.midlayer = nn.ModuleDict(
             {
-                "self_attn": nn.ModuleDict(
-                    {
-                        "q_proj": Weight(c.num_attention_heads * d, 2 * h),
-                        "k_proj": Weight(c.num_key_value_heads * d, 2 * h),
-                        "v_proj": Weight(c.num_key_value_heads * d, 2 * h),
-                        "o_proj": Weight(h, c.num_attention_heads * d),
-                    }
-                ),
+                "self_attn": _attention_weights(c),
                 "mlp": nn.ModuleDict(
                     {
                         "gate_proj": Weight(c.intermediate_size, h),
@@ -190,8 +99,14 @@ class Drafter(nn.Module):
         self.lm_head = Weight(c.draft_vocab_size, h)
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-        frequencies, magnitude = rope.inverse_frequencies(d, c.rope_theta, c.rope_scaling)
-        self.sizes = layer.Sizes(c.num_attention_heads, c.num_key_value_heads, d, c.rms_norm_eps, magnitude)
+        frequencies, magnitude = rope.inverse_frequencies(c.rotary_dim, c.rope_theta, c.rope_scaling)
+        if c.drafter_type == "mla":
+            self.sizes = layer_mla.Sizes(c.num_attention_heads, *(getattr(c, name) for name in MLA_SIZES),
+                                         c.rms_norm_eps, magnitude)  # fmt: skip
+            self.score_scale = c.head_dim**-0.5 * rope.score_factor(c.rope_scaling)
+        else:
+            heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+            self.sizes, self.score_scale = layer.Sizes(*heads, c.rms_norm_eps, magnitude), None
         self.register_buffer("rope_frequencies", frequencies, persistent=False)
         self.register_buffer("embed_tokens", None, persistent=False)  # [V, H], the target's
         self.register_buffer("draft_of_target", None, persistent=False)  # [V] draft id, -1 outside
@@ -248,14 +163,20 @@ class Drafter(nn.Module):
     # -- the layer ----------------------------------------------------------------------------------------------
 
     def compile_parts(self) -> None:
-        """Compile the layer (common/drafter_layer.py) for training; drafting without gradients stays eager."""
-        parts = (layer.before_attention_first, layer.before_attention_later, layer.after_attention)
-        self.compiled = tuple(torch.compile(part, fullgraph=True, dynamic=False) for part in parts)
+        """Compile the layer (common/drafter_layer.py) for training; drafting without gradients stays eager.
+
+        The heads of latent attention are then made as wide as the attention kernels want them, once, where compiled
+        code writes the zeros at no cost of its own; else each of a step's calls fills up all keys and keeps the copy.
+        """
+        if self.config.drafter_type == "mla":
+            self.sizes = self.sizes._replace(width=fused_width(self.config.head_dim, self.config.v_head_dim))
+        self.compiled = tuple(torch.compile(part, fullgraph=True, dynamic=False) for part in self._parts())
 
     def _parts(self):
         if self.compiled and torch.is_grad_enabled():
             return self.compiled
-        return layer.before_attention_first, layer.before_attention_later, layer.after_attention
+        kind = layer if self.config.drafter_type == "llama" else layer_mla
+        return kind.before_attention_first, kind.before_attention_later, kind.after_attention
 
     def weights(self) -> layer.Weights:
         """Masters cast to the compute dtype; call once per forward pass."""
@@ -266,10 +187,17 @@ class Drafter(nn.Module):
             parts = [module.weight.to(dtype) for module in modules]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+        latent = ()
+        if self.config.drafter_type == "mla":
+            latent = layer_mla.LatentWeights(
+                attention["q_a_layernorm"].weight, cast(attention["q_b_proj"]),
+                attention["kv_a_layernorm"].weight, cast(attention["kv_b_proj"]),
+            )  # fmt: skip
+        entry = ("q_a_proj", "kv_a_proj_with_mqa") if latent else ("q_proj", "k_proj", "v_proj")
         return layer.Weights(
             fc=cast(self.fc),
             fc_norm=tuple(norm.weight for norm in self.fc_norm) if self.config.fc_norm else (),
-            qkv=cast(attention["q_proj"], attention["k_proj"], attention["v_proj"]),
+            qkv=cast(*(attention[name] for name in entry)),
             o=cast(attention["o_proj"]),
             gate_up=cast(mlp["gate_proj"], mlp["up_proj"]),
             down=cast(mlp["down_proj"]),
@@ -279,21 +207,25 @@ class Drafter(nn.Module):
             norm=self.norm.weight,
             embed_tokens=self.embed_tokens,
             rope_frequencies=self.rope_frequencies,
+            latent=latent,
         )
 
     def first_step(self, w: layer.Weights, batch: PackedBatch):
-        """Step 0 up to attention. Returns query [C, heads, d], keys and values [T, kv, d], residual [C, H]."""
+        """Step 0 up to attention. Returns query [C, heads, d], keys [T, kv, d], values [T, kv, e], residual [C, H].
+
+        e is d but for latent attention.
+        """
         return self._parts()[0](w, self.sizes, batch.aux_states, batch.embed_ids, batch.positions, batch.query_rows)
 
     def later_step(self, w: layer.Weights, state: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor):
         """Step k > 0 up to attention, for states [C, H] of step k-1, tokens [C], rotary positions t+k [C].
 
-        Returns query [C, heads, d], own key and value [C, kv, d]; the residual is `state` itself.
+        Returns query [C, heads, d], own key [C, kv, d] and value [C, kv, e]; the residual is `state` itself.
         """
         return self._parts()[1](w, self.sizes, state, token_ids, positions)
 
     def finish_step(self, w: layer.Weights, attended: torch.Tensor, residual: torch.Tensor):
-        """After attention [C, heads, d]. Returns the state to feed back and the normed state for the head, [C, H]."""
+        """After attention [C, heads, e]. Returns the state to feed back and the normed state for the head, [C, H]."""
         state, normed = self._parts()[2](w, self.sizes, attended, residual)
         return (normed if self.config.norm_output else state), normed
 
@@ -308,16 +240,15 @@ class Drafter(nn.Module):
         for k in range(num_steps):
             if k == 0:
                 query, keys, values, residual = self.first_step(w, batch)
-                empty = keys.new_empty(0, rows.shape[0], *keys.shape[1:])
+                none = [x.new_empty(0, rows.shape[0], *x.shape[1:]) for x in (keys, values)]
             else:
                 query, key, value = self.later_step(w, state, batch.chain_ids[:, k].contiguous(), positions + k)
                 residual = state
                 own_keys.append(key)
                 own_values.append(value)
             attended = ttt_attention(
-                query, keys, values,
-                torch.stack(own_keys) if own_keys else empty, torch.stack(own_values) if own_values else empty,
-                rows, starts,
+                query, keys, values, *((torch.stack(own_keys), torch.stack(own_values)) if k else none), rows, starts,
+                scale=self.score_scale,
             )  # fmt: skip
             state, normed = self.finish_step(w, attended, residual)
             hidden.append(normed)

@@ -4,7 +4,8 @@ Attention stands between them (common/ttt_attention.py), so these three function
 fixed shapes: one graph for step 0, one for every later step up to attention, one for everything after it. The
 arithmetic is SGLang's `LlamaForCausalLMEagle3` (CONVENTIONS 5): q, k and v read concat(input_layernorm(embedding),
 hidden_norm(state)), the residual is the state before `hidden_norm`, and the state fed to the next step is the layer's
-output before (with `norm_output`, after) the final norm.
+output before (with `norm_output`, after) the final norm. The same three for latent attention, which share the pieces
+that are public here, are in common/drafter_layer_mla.py.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,7 @@ class Weights(NamedTuple):
 
     fc: torch.Tensor  # [H, P * H_target]
     fc_norm: tuple[torch.Tensor, ...]  # P of [H_target], or none
-    qkv: torch.Tensor  # [(heads + 2 kv_heads) * d, 2H]
+    qkv: torch.Tensor  # [(heads + 2 kv_heads) * d, 2H]; MLA: [q_lora_rank + kv_lora_rank + rope, 2H]
     o: torch.Tensor  # [H, heads * d]
     gate_up: torch.Tensor  # [2F, H]
     down: torch.Tensor  # [H, F]
@@ -39,9 +40,10 @@ class Weights(NamedTuple):
     norm: torch.Tensor
     embed_tokens: torch.Tensor  # [V, H], frozen
     rope_frequencies: torch.Tensor  # [d / 2]
+    latent: tuple = ()  # MLA: drafter_layer_mla.LatentWeights
 
 
-class _TakeRows(torch.autograd.Function):
+class TakeRows(torch.autograd.Function):
     """x[rows] whose gradient is a plain scatter: rows are distinct wherever a gradient is not zero.
 
     Query rows are distinct but for padding, which stands at the last row; no real query is there (a position needs two
@@ -62,10 +64,20 @@ class _TakeRows(torch.autograd.Function):
         return full, None
 
 
-def _layer_input(w: Weights, sizes: Sizes, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def layer_input(w: Weights, sizes: Sizes, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """[n, 2H] what q, k and v read."""
     embedding = F.embedding(token_ids, w.embed_tokens).to(state.dtype)
     return torch.cat((rms_norm(embedding, w.input_norm, sizes.eps), rms_norm(state, w.hidden_norm, sizes.eps)), dim=-1)
+
+
+def fused_points(w: Weights, sizes: Sizes, aux_states: torch.Tensor) -> torch.Tensor:
+    """[T, H] the state that step 0 begins with, of capture points [T, P * H_target]."""
+    aux_states = aux_states.to(w.fc.dtype)
+    if w.fc_norm:
+        points = aux_states.chunk(len(w.fc_norm), dim=-1)
+        normed = [rms_norm(point, weight, sizes.eps) for point, weight in zip(points, w.fc_norm, strict=True)]
+        aux_states = torch.cat(normed, dim=-1)
+    return F.linear(aux_states, w.fc)
 
 
 def before_attention_first(w: Weights, sizes: Sizes, aux_states, embed_ids, positions, rows):
@@ -74,19 +86,14 @@ def before_attention_first(w: Weights, sizes: Sizes, aux_states, embed_ids, posi
     aux_states: [T, P * H_target]; embed_ids, positions: [T]; rows: [C]. Returns query [C, heads, d], keys and values
     [T, kv_heads, d], state of the query rows [C, H].
     """
-    aux_states = aux_states.to(w.fc.dtype)
-    if w.fc_norm:
-        points = aux_states.chunk(len(w.fc_norm), dim=-1)
-        normed = [rms_norm(point, weight, sizes.eps) for point, weight in zip(points, w.fc_norm, strict=True)]
-        aux_states = torch.cat(normed, dim=-1)
-    state = F.linear(aux_states, w.fc)  # [T, H]
-    x = _layer_input(w, sizes, embed_ids, state)  # [T, 2H]
+    state = fused_points(w, sizes, aux_states)  # [T, H]
+    x = layer_input(w, sizes, embed_ids, state)  # [T, 2H]
     cos, sin = cos_sin(positions, w.rope_frequencies, sizes.rope_magnitude)
     width = sizes.heads * sizes.head_dim
-    query = F.linear(_TakeRows.apply(x, rows), w.qkv[:width]).unflatten(1, (-1, sizes.head_dim))
+    query = F.linear(TakeRows.apply(x, rows), w.qkv[:width]).unflatten(1, (-1, sizes.head_dim))
     keys, values = F.linear(x, w.qkv[width:]).unflatten(1, (-1, sizes.head_dim)).chunk(2, dim=1)
     keys, values = rotate(keys, cos, sin), values.contiguous()
-    return rotate(query, cos[rows], sin[rows]), keys, values, _TakeRows.apply(state, rows)
+    return rotate(query, cos[rows], sin[rows]), keys, values, TakeRows.apply(state, rows)
 
 
 def before_attention_later(w: Weights, sizes: Sizes, state, token_ids, positions):
@@ -94,7 +101,7 @@ def before_attention_later(w: Weights, sizes: Sizes, state, token_ids, positions
 
     Returns query [C, heads, d], own key and value [C, kv_heads, d].
     """
-    heads = F.linear(_layer_input(w, sizes, token_ids, state), w.qkv).unflatten(1, (-1, sizes.head_dim))
+    heads = F.linear(layer_input(w, sizes, token_ids, state), w.qkv).unflatten(1, (-1, sizes.head_dim))
     query, key, value = heads.split((sizes.heads, sizes.kv_heads, sizes.kv_heads), dim=1)
     cos, sin = cos_sin(positions, w.rope_frequencies, sizes.rope_magnitude)
     return rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous()

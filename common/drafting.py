@@ -32,12 +32,14 @@ class DraftChain:
         self.rows, self.starts = batch.query_rows, batch.query_starts
         self.positions = batch.positions[self.rows]
         query, self.keys, self.values, residual = drafter.first_step(self.weights, batch)
-        self.own_keys = self.keys.new_empty(0, self.rows.shape[0], *self.keys.shape[1:])  # [steps, C, kv, d]
-        self.own_values = self.own_keys.clone()
+        count = self.rows.shape[0]
+        self.own_keys = self.keys.new_empty(0, count, *self.keys.shape[1:])  # [steps, C, kv, d]
+        self.own_values = self.values.new_empty(0, count, *self.values.shape[1:])
         self._finish(query, residual)
 
     def _finish(self, query, residual):
-        attended = ttt_attention(query, self.keys, self.values, self.own_keys, self.own_values, self.rows, self.starts)
+        own, seen = (self.own_keys, self.own_values), (self.rows, self.starts)
+        attended = ttt_attention(query, self.keys, self.values, *own, *seen, scale=self.drafter.score_scale)
         self.state, self.normed = self.drafter.finish_step(self.weights, attended, residual)
 
     @torch.no_grad()

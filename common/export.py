@@ -4,9 +4,9 @@ train_drafter.py exports through `export_sglang` and `export_speculators` and st
 eval_acceptance.py uses too. SGLang skips a weight whose name it does not know without a word, so names, shapes and
 types are held against a list written down here, before a file is written and again on what was read back.
 
-Formats: SGLang 0.5.14, `LlamaForCausalLMEagle3` (config.json, model.safetensors); speculators 0.9.0,
-`Eagle3SpeculatorConfig` and `Eagle3DraftModel` (the same two files, `layers.0` for `midlayer`, the target's embedding
-included), which is what vLLM loads.
+Formats: SGLang 0.5.14, `LlamaForCausalLMEagle3` (config.json, model.safetensors) or, with latent attention,
+`Eagle3DeepseekV2ForCausalLM` (the same with `layers.0` for `midlayer`); speculators 0.9.0, `Eagle3SpeculatorConfig` and
+`Eagle3DraftModel` (Llama layers alone, `layers.0`, the target's embedding included), which is what vLLM loads.
 """
 
 import json
@@ -18,25 +18,38 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from common.capture_points import CapturePoints
-from common.drafter import Drafter, DrafterConfig, text_config
+from common.drafter import Drafter, DrafterConfig
+from common.drafter_config import MLA_SIZES
 from common.errors import UserError
 from common.shard_writing import write_atomically
+from common.target import text_config
 
-SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle3"
+SGLANG_ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 SPECULATORS_VERSION = "0.9.0"
+NO_LATENT_SPECULATORS = (
+    f"speculators {SPECULATORS_VERSION} has EAGLE-3 drafters with Llama and Qwen3 layers, none with latent attention "
+    f"(mla): export for SGLang, or train a Llama drafter"
+)
 IGNORED_ON_READING = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")  # the target's own
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (shape, kind) of every tensor of a drafter in SGLang's naming; kind is float, int64 or bool."""
-    hidden, width, ffn = config.hidden_size, config.head_dim, config.intermediate_size
-    queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+    hidden, ffn, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    queries, keys = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    attention = {"q_proj": (queries, 2 * hidden), "k_proj": (keys, 2 * hidden), "v_proj": (keys, 2 * hidden),
+                 "o_proj": (hidden, queries)}  # fmt: skip
+    if config.drafter_type == "mla":
+        q_latent, kv_latent = config.q_lora_rank, config.kv_lora_rank
+        attention = {
+            "q_a_proj": (q_latent, 2 * hidden), "q_a_layernorm": (q_latent,), "q_b_proj": (queries, q_latent),
+            "kv_a_proj_with_mqa": (kv_latent + config.qk_rope_head_dim, 2 * hidden), "kv_a_layernorm": (kv_latent,),
+            "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), kv_latent),
+            "o_proj": (hidden, heads * config.v_head_dim),
+        }  # fmt: skip
     shapes = {
         "fc.weight": (hidden, len(config.capture_points) * config.target_hidden_size),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, queries),
+        **{f"midlayer.self_attn.{name}.weight": shape for name, shape in attention.items()},
         "midlayer.mlp.gate_proj.weight": (ffn, hidden),
         "midlayer.mlp.up_proj.weight": (ffn, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, ffn),
@@ -90,8 +103,8 @@ def drafter_tensors(drafter: Drafter, state: dict[str, torch.Tensor] | None = No
 def sglang_config(config: DrafterConfig, target_config: dict, target_name: str, serving_ids: list[int]) -> dict:
     """config.json for SGLang. Keys after `eagle_config` are this project's own, for `load_drafter`."""
     return {
-        "architectures": [SGLANG_ARCHITECTURE],
-        **llama_fields(config),
+        "architectures": [SGLANG_ARCHITECTURES[config.drafter_type]],
+        **(llama_fields(config) if config.drafter_type == "llama" else mla_fields(config)),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": len(config.capture_points),
@@ -129,6 +142,18 @@ def llama_fields(config: DrafterConfig) -> dict:
     }
 
 
+def mla_fields(config: DrafterConfig) -> dict:
+    """The part of config.json that describes one layer with latent attention, as DeepSeek-V3's own configs do.
+
+    Its rope scaling is called "yarn" there; SGLang makes deepseek_yarn of it in latent attention.
+    """
+    names = ("num_key_value_heads", "head_dim", "mlp_bias")  # derived from the others, or unknown to this model type
+    fields = {name: value for name, value in llama_fields(config).items() if name not in names}
+    scaling = config.rope_scaling and {**config.rope_scaling, "type": "yarn", "rope_type": "yarn"}
+    latent = {name: getattr(config, name) for name in MLA_SIZES}
+    return fields | latent | {"model_type": "deepseek_v3", "rope_scaling": scaling, "rope_interleave": True}
+
+
 def serving_ids_for(config: DrafterConfig, target_config: dict) -> list[int]:
     """The layer ids that make SGLang capture the drafter's points on this target; `UserError` for an unknown family."""
     points = CapturePoints(config.capture_points, text_config(target_config)["num_hidden_layers"])
@@ -146,8 +171,10 @@ def export_sglang(directory: Path, drafter: Drafter, target_config: dict, target
     serving_ids = serving_ids or serving_ids_for(drafter.config, target_config)
     tensors = drafter_tensors(drafter, state)
     check_tensors(tensors, drafter.config, f"export to {directory}")
-    write_model(directory, sglang_config(drafter.config, target_config, target_name, serving_ids), tensors)
-    stored = load_file(directory / "model.safetensors")
+    layer = "midlayer." if drafter.config.drafter_type == "llama" else "layers.0."
+    named = {name.replace("midlayer.", layer): tensor for name, tensor in tensors.items()}
+    write_model(directory, sglang_config(drafter.config, target_config, target_name, serving_ids), named)
+    stored = {n.replace(layer, "midlayer."): tensor for n, tensor in load_file(directory / "model.safetensors").items()}
     check_tensors(stored, drafter.config, str(directory))
     different = [name for name in tensors if not torch.equal(tensors[name], stored[name])]
     if different:
@@ -158,9 +185,12 @@ def export_speculators(directory: Path, drafter: Drafter, target_config: dict, t
                        state: dict | None = None, draft_tokens: int = 3) -> None:
     """Write the layout of speculators 0.9.0, which vLLM serves; its layer ids are the capture points themselves.
 
-    draft_tokens: how many tokens a cycle proposes by default (a serving setting stored in the file).
+    draft_tokens: how many tokens a cycle proposes by default (a serving setting stored in the file). Raises `UserError`
+    for latent attention, which speculators has no layer for.
     """
     config = drafter.config
+    if config.drafter_type != "llama":
+        raise UserError(f"export to {directory}: {NO_LATENT_SPECULATORS}")
     tensors = drafter_tensors(drafter, state)
     check_tensors(tensors, config, f"export to {directory}")
     if config.draft_vocab_size == config.vocab_size:
@@ -286,9 +316,12 @@ def refuse_other_kinds(path: Path, raw: dict, layer: dict, speculators: bool) ->
     """`UserError` for what this project's drafter does not compute."""
     kind = raw["speculators_model_type"] if speculators else (raw.get("architectures") or ["unknown"])[0]
     problems = []
-    if kind not in ("eagle3", SGLANG_ARCHITECTURE):
-        problems.append(f"it is a {kind} drafter, not EAGLE-3 with a Llama layer")
-    if layer.get("model_type", "llama") != "llama":
+    latent = kind == SGLANG_ARCHITECTURES["mla"]
+    if kind not in ("eagle3", *SGLANG_ARCHITECTURES.values()):
+        problems.append(f"it is a {kind} drafter, not EAGLE-3 with a Llama layer or latent attention")
+    if latent and not layer.get("rope_interleave", True):
+        problems.append("rope_interleave is off, only rotation of neighbours is computed here")
+    if not latent and layer.get("model_type", "llama") != "llama":
         problems.append(f"its layer is of type {layer['model_type']}, only llama is computed here")
     if layer.get("num_hidden_layers", 1) != 1:
         problems.append(f"it has {layer['num_hidden_layers']} layers, only 1 is computed here")
@@ -307,15 +340,23 @@ def config_of(path: Path, raw: dict, layer: dict, tensors: dict, points: tuple[i
         raise UserError(f"{path}: no lm_head.weight; drafters that borrow the target's head are not supported")
     rope = layer.get("rope_parameters") or {}
     scaling = layer.get("rope_scaling") or {n: v for n, v in rope.items() if n != "rope_theta"}
-    plain = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default")) == "default"
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
     try:
-        heads = layer["num_attention_heads"]
+        heads, latent = layer["num_attention_heads"], {}
+        kv_heads, head_dim = layer.get("num_key_value_heads"), layer.get("head_dim")
+        if (raw.get("architectures") or [None])[0] == SGLANG_ARCHITECTURES["mla"]:
+            latent = {name: layer[name] for name in MLA_SIZES}
+            kv_heads, head_dim = heads, latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+            if kind == "yarn":  # as SGLang takes it in latent attention
+                kind = "deepseek_yarn"
+                scaling = {name: value for name, value in scaling.items() if name != "type"} | {"rope_type": kind}
         return DrafterConfig(
+            **latent,
             hidden_size=layer["hidden_size"],
             target_hidden_size=raw.get("target_hidden_size") or layer["hidden_size"],
             num_attention_heads=heads,
-            num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
+            num_key_value_heads=kv_heads or heads,
+            head_dim=head_dim or layer["hidden_size"] // heads,
             intermediate_size=layer["intermediate_size"],
             vocab_size=len(t2d) if t2d is not None else layer["vocab_size"],
             draft_vocab_size=len(head),
@@ -323,12 +364,14 @@ def config_of(path: Path, raw: dict, layer: dict, tensors: dict, points: tuple[i
             max_position_embeddings=layer.get("max_position_embeddings", 2048),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta") or layer.get("rope_theta") or 10000.0),
-            rope_scaling=None if plain else scaling,
+            rope_scaling=None if kind == "default" else scaling,
             fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
             norm_output=bool(raw.get("norm_output")),
         )
     except KeyError as error:
         raise UserError(f"{path / 'config.json'}: {error} is missing") from None
+    except UserError as error:
+        raise UserError(f"{path / 'config.json'}: {error}") from None
 
 
 def sglang_points(path: Path, raw: dict, target_config: dict | None) -> list[int]:

@@ -1,7 +1,9 @@
-"""Rotary position embedding as SGLang's `get_rope` computes it: plain, linear, llama3 and yarn.
+"""Rotary position embedding as SGLang's `get_rope` computes it: plain, linear, llama3, yarn and deepseek_yarn.
 
-Called by common/drafter.py. Frequencies: Su et al. 2021 (RoPE); llama3 scaling as published with Llama 3.1; YaRN,
-Peng et al. 2023. Every kind rotates half against half ("neox").
+Called by common/drafter.py and the two layers. Frequencies: Su et al. 2021 (RoPE); llama3 scaling as published with
+Llama 3.1; YaRN, Peng et al. 2023; deepseek_yarn as DeepSeek-V2 scales latent attention: yarn's frequencies, another
+magnitude (`mscale` over `mscale_all_dim`), and softmax scores that grow with the context (`score_factor`). A Llama
+layer rotates half against half ("neox", `rotate`), latent attention neighbour against neighbour (`rotate_pairs`).
 """
 
 import math
@@ -10,11 +12,11 @@ import torch
 
 from common.errors import UserError
 
-KNOWN = ("default", "linear", "llama3", "yarn")
+KNOWN = ("default", "linear", "llama3", "yarn", "deepseek_yarn")
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tuple[torch.Tensor, float]:
-    """float32 [head_dim / 2] angles per position, and the factor on cos and sin (1 but for yarn).
+    """float32 [head_dim / 2] angles per position, and the factor on cos and sin (1 but for the two kinds of yarn).
 
     scaling: the Hugging Face dict (`rope_type` or `type`, `factor`, ...), or None. Raises UserError for an unknown
     kind or a missing field.
@@ -26,9 +28,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
         return plain, 1.0
     if kind not in KNOWN:
         raise UserError(f"rope scaling {kind!r} is not supported by the drafter; choose one of {', '.join(KNOWN)}")
-    needed = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}.get(
-        kind, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
+    needed = ("factor",) if kind == "linear" else ("factor", "original_max_position_embeddings")
+    needed += ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
     missing = [name for name in needed if name not in scaling]
     if missing:
         raise UserError(f"rope scaling {kind!r} lacks {', '.join(missing)}: {scaling}")
@@ -36,6 +37,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
     if kind == "linear":
         return plain / factor, 1.0
     original = float(scaling["original_max_position_embeddings"])
+    if float(scaling.get("extrapolation_factor", 1.0)) != 1.0:
+        raise UserError(f"rope scaling {kind!r}: only extrapolation_factor 1 is computed here: {scaling}")
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         wavelength = 2 * math.pi / plain
@@ -50,13 +53,32 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = dimension(float(scaling.get("beta_fast", 32))), dimension(float(scaling.get("beta_slow", 1)))
-    if scaling.get("truncate", True):
+    if scaling.get("truncate", True) or kind == "deepseek_yarn":
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first if last != first else 0.001)
     slowed = ramp.clamp(0, 1)
-    magnitude = (0.1 * math.log(factor) + 1.0) if factor > 1 else 1.0
+    magnitude = _mscale(factor, 1.0)
+    if kind == "deepseek_yarn":
+        magnitude = _mscale(factor, scaling.get("mscale", 1.0)) / _mscale(factor, scaling.get("mscale_all_dim", 0.0))
     return plain * (1 - slowed) + plain / factor * slowed, magnitude * float(scaling.get("attn_factor", 1.0))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN's correction for a context that is `factor` times as long."""
+    return 0.1 * float(weight) * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_factor(scaling: dict | None) -> float:
+    """What deepseek_yarn multiplies softmax scores by; 1 for every other kind, and where the config switches it off.
+
+    Twice the correction of `mscale_all_dim`, for the query and for the key.
+    """
+    scaling = scaling or {}
+    on = scaling.get("apply_yarn_scaling", True) and scaling.get("apply_scale", True)
+    if scaling.get("rope_type") != "deepseek_yarn" or not on:
+        return 1.0
+    return _mscale(float(scaling["factor"]), scaling.get("mscale_all_dim", 0.0)) ** 2
 
 
 def cos_sin(positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,3 +92,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     cos, sin = cos[:, None], sin[:, None]
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As `rotate`, but element 2 i against 2 i + 1 instead of i against head_dim / 2 + i."""
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.flatten(-2).to(x.dtype)

@@ -26,15 +26,22 @@ def useful_flops(
 
     tokens, queries, predicted, pairs: the real counts of a PackedBatch (num_tokens, num_queries, ...), no padding. A
     product counts 2 per multiply-add, three times (forward, both gradients) where both sides are trained, twice where
-    the input (fc) or the weight (a frozen head) needs no gradient; the teacher forward only; no recomputation.
+    the input (fc) or the weight (a frozen head) needs no gradient; the teacher forward only; no recomputation. Latent
+    attention counts with keys and values expanded, without the zeros that fill up its heads.
     """
     h, h_target, n = config.hidden_size, config.target_hidden_size, config.draft_vocab_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    v, query, keys = q, 2 * h * q, 2 * h * 2 * kv  # width of the values; multiply-adds of a query, of a key and value
+    if config.drafter_type == "mla":
+        latent, v = config.kv_lora_rank, config.num_attention_heads * config.v_head_dim
+        query = 2 * h * config.q_lora_rank + config.q_lora_rank * q
+        keys = 2 * h * (latent + config.qk_rope_head_dim)
+        keys += latent * (config.num_attention_heads * config.qk_nope_head_dim + v)
     fc = 2 * 2 * tokens * config.num_points * h_target * h
-    first_keys = 3 * 2 * tokens * 2 * h * 2 * kv
-    later_keys = 3 * 2 * queries * 2 * h * 2 * kv * (num_steps - 1)
-    rest = 3 * 2 * queries * (2 * h * q + q * h + 3 * h * config.intermediate_size) * num_steps
-    attention = sum(3 * 4 * q * (pairs + queries * k) for k in range(num_steps))
+    first_keys = 3 * 2 * tokens * keys
+    later_keys = 3 * 2 * queries * keys * (num_steps - 1)
+    rest = 3 * 2 * queries * (query + v * h + 3 * h * config.intermediate_size) * num_steps
+    attention = sum(3 * 2 * (q + v) * (pairs + queries * k) for k in range(num_steps))
     head = (3 if head_trained else 2) * 2 * predicted * h * n * num_steps
     teacher = 2 * predicted * h_target * n
     return float(fc + first_keys + later_keys + rest + attention + head + teacher)

@@ -23,22 +23,30 @@ def ttt_attention(
     rows: torch.Tensor,
     starts: torch.Tensor,
     fused: bool | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention output [C, heads, d], dtype of query; scores are scaled by d ** -0.5.
+    """Attention output [C, heads, e], dtype of query; scores are multiplied by `scale`, d ** -0.5 where it is None.
 
-    query: [C, heads, d] of the current step k. keys, values: [T, kv_heads, d] of step 0, all rows. own_keys,
-    own_values: [k, C, kv_heads, d], the query rows' own keys of steps 1..k (k may be 0). rows, starts: [C] int64, the
-    key row of each query's position and of its document's first token; queries see rows starts..rows inclusive. Head h
-    reads kv head h // (heads // kv_heads). fused: None chooses by device and dtype; the fused kernels need `rows` and
-    `starts` ascending for their backward pass. Differentiable in the five first arguments.
+    query: [C, heads, d] of the current step k. keys [T, kv_heads, d], values [T, kv_heads, e] of step 0, all rows.
+    own_keys [k, C, kv_heads, d], own_values [k, C, kv_heads, e]: the query rows' own of steps 1..k (k may be 0). rows,
+    starts: [C] int64, the key row of each query's position and of its document's first token; queries see rows
+    starts..rows inclusive. Head h reads kv head h // (heads // kv_heads). fused: None chooses by device and dtype; the
+    fused kernels need `rows` and `starts` ascending for their backward pass. Differentiable in the five first
+    arguments.
     """
     if fused is None:
         fused = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if fused:
         from common.ttt_attention_triton import fused_ttt_attention
 
-        return fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts)
-    return _Blocks.apply(query, keys, values, own_keys, own_values, rows, starts)
+        return fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts, scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Blocks.apply(query, keys, values, own_keys, own_values, rows, starts, scale)
+
+
+def fused_width(d: int, e: int) -> int:
+    """The one width that the fused kernels give queries and keys of d and values of e: a power of two, 16 or more."""
+    return max(16, 1 << (max(d, e) - 1).bit_length())
 
 
 def _spans(rows: torch.Tensor, starts: torch.Tensor):
@@ -48,12 +56,11 @@ def _spans(rows: torch.Tensor, starts: torch.Tensor):
         yield block, slice(int(starts[block].min()), int(rows[block].max()) + 1)
 
 
-def _scores(q, k, own_k, rows, starts, span: slice) -> torch.Tensor:
+def _scores(q, k, own_k, rows, starts, span: slice, scale: float) -> torch.Tensor:
     """Scaled, masked scores [kv, G, B, n + k] of one block: step-0 keys first, own keys after them.
 
     q: [B, kv, G, d]; k: [n, kv, d]; own_k: [k, B, kv, d].
     """
-    scale = q.shape[-1] ** -0.5
     key_rows = torch.arange(span.start, span.stop, device=q.device)
     seen = (key_rows >= starts[:, None]) & (key_rows <= rows[:, None])  # [B, n]
     shared = torch.einsum("bkgd,nkd->kgbn", q, k).mul_(scale).masked_fill_(~seen, float("-inf"))
@@ -65,34 +72,34 @@ class _Blocks(torch.autograd.Function):
     """Blockwise attention in float32 (float64 if the inputs are), linear memory forward and backward."""
 
     @staticmethod
-    def forward(ctx, query, keys, values, own_keys, own_values, rows, starts):
+    def forward(ctx, query, keys, values, own_keys, own_values, rows, starts, scale):
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         count, heads, d = query.shape
         kv = keys.shape[1]
         q = query.to(wide).view(count, kv, heads // kv, d)
         k, v, own_k, own_v = (x.to(wide) for x in (keys, values, own_keys, own_values))
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(kv, heads // kv, count)
         for block, span in _spans(rows, starts):
-            s = _scores(q[block], k[span], own_k[:, block], rows[block], starts[block], span)
+            s = _scores(q[block], k[span], own_k[:, block], rows[block], starts[block], span, scale)
             lse[..., block] = torch.logsumexp(s, dim=-1)
             p = s.sub_(lse[..., block, None]).exp_()
             n = span.stop - span.start
             out[block] = torch.einsum("kgbn,nkd->bkgd", p[..., :n], v[span])
             out[block] += torch.einsum("kgbj,jbkd->bkgd", p[..., n:], own_v[:, block])
         ctx.save_for_backward(q, k, v, own_k, own_v, rows, starts, out, lse)
-        ctx.dtype = query.dtype
-        return out.reshape(count, heads, d).to(query.dtype)
+        ctx.dtype, ctx.scale = query.dtype, scale
+        return out.reshape(count, heads, v.shape[-1]).to(query.dtype)
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, own_k, own_v, rows, starts, out, lse = ctx.saved_tensors
-        do = grad_out.to(q.dtype).view_as(q)
-        scale = q.shape[-1] ** -0.5
+        do = grad_out.to(q.dtype).view_as(out)
+        scale = ctx.scale
         dq, dk, dv, d_own_k, d_own_v = (torch.zeros_like(x) for x in (q, k, v, own_k, own_v))
         delta = (do * out).sum(-1).permute(1, 2, 0)  # [kv, G, C]
         for block, span in _spans(rows, starts):
-            s = _scores(q[block], k[span], own_k[:, block], rows[block], starts[block], span)
+            s = _scores(q[block], k[span], own_k[:, block], rows[block], starts[block], span, scale)
             p = s.sub_(lse[..., block, None]).exp_()
             n = span.stop - span.start
             dp = torch.cat(
@@ -110,4 +117,4 @@ class _Blocks(torch.autograd.Function):
             d_own_k[:, block] = torch.einsum("kgbj,bkgd->jbkd", ds[..., n:], q[block])
             d_own_v[:, block] = torch.einsum("kgbj,bkgd->jbkd", p[..., n:], do[block])
         grads = (dq.view(dq.shape[0], -1, dq.shape[-1]), dk, dv, d_own_k, d_own_v)
-        return *(g.to(ctx.dtype) for g in grads), None, None
+        return *(g.to(ctx.dtype) for g in grads), None, None, None

@@ -10,11 +10,21 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ttt_attention import fused_width
+
 LOG2E = 1.4426950408889634
 
 
 def settings(head_dim: int) -> dict:
-    """Block sizes, warps and stages of each kernel by head size (chosen by benchmarks/kernels.py on an H200)."""
+    """Block sizes, warps and stages of each kernel by head size (up to 128: chosen by benchmarks/kernels.py on an H200;
+    256: those of several that the compiler fits into registers and shared memory of a Hopper, not timed yet)."""
+    if head_dim > 128:
+        return {
+            "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=8, num_stages=2),
+            "queries": dict(BLOCK_Q=64, BLOCK_K=32, num_warps=8, num_stages=2),
+            "keys": dict(BLOCK_Q=32, BLOCK_K=64, num_warps=8, num_stages=2),
+            "own": dict(BLOCK_Q=16, num_warps=4, num_stages=1),
+        }
     if head_dim <= 64:
         return {
             "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
@@ -279,7 +289,7 @@ def own_kernel(
 @torch.library.custom_op("eagle3::ttt_attention", mutates_args=())
 def _attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor,
-    rows: torch.Tensor, starts: torch.Tensor,
+    rows: torch.Tensor, starts: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [C, heads, d], lse float32 [heads, C] in units of log2)."""
     query, keys, values, own_keys, own_values = (x.contiguous() for x in (query, keys, values, own_keys, own_values))
@@ -290,21 +300,22 @@ def _attention(
     use = settings(d)["forward"]
     forward_kernel[(triton.cdiv(count, use["BLOCK_Q"]), heads)](
         query, keys, values, own_keys, own_values, rows, starts, out, lse,
-        count, keys.shape[0], own_keys.shape[0], d**-0.5 * LOG2E,
+        count, keys.shape[0], own_keys.shape[0], scale * LOG2E,
         HEADS=heads, GROUP=heads // keys.shape[1], D=d, **use,
     )  # fmt: skip
     return out, lse
 
 
 @_attention.register_fake
-def _(query, keys, values, own_keys, own_values, rows, starts):
+def _(query, keys, values, own_keys, own_values, rows, starts, scale):
     return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("eagle3::ttt_attention_backward", mutates_args=())
 def _attention_backward(
     grad_out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor,
-    own_values: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    own_values: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, scale: float, out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     grad_out, query, keys, values, own_keys, own_values = (
         x.contiguous() for x in (grad_out, query, keys, values, own_keys, own_values)
@@ -314,7 +325,6 @@ def _attention_backward(
     dq, dk, dv, d_own_k, d_own_v = (torch.empty_like(x) for x in (query, keys, values, own_keys, own_values))
     delta = torch.empty_like(lse)
     sizes = dict(HEADS=heads, GROUP=heads // kv, D=d)
-    scale = d**-0.5
     use = settings(d)
     queries_kernel[(triton.cdiv(count, use["queries"]["BLOCK_Q"]), heads)](
         query, keys, values, own_keys, own_values, rows, starts, out, grad_out, lse, delta, dq,
@@ -334,37 +344,45 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(grad_out, query, keys, values, own_keys, own_values, rows, starts, out, lse):
+def _(grad_out, query, keys, values, own_keys, own_values, rows, starts, scale, out, lse):
     return tuple(torch.empty_like(x) for x in (query, keys, values, own_keys, own_values))
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out, _grad_lse):
     if grad_out is None:
-        return (None,) * 7
-    return *_attention_backward(grad_out, *ctx.saved_tensors), None, None
+        return (None,) * 8
+    *inputs, out, lse = ctx.saved_tensors
+    return *_attention_backward(grad_out, *inputs, ctx.scale, out, lse), None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)
 
 
-def fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts) -> torch.Tensor:
+def fused_ttt_attention(query, keys, values, own_keys, own_values, rows, starts, scale=None) -> torch.Tensor:
     """The same function as common.ttt_attention.ttt_attention, for heads of at most 256.
 
-    The kernels want heads of 16, 32, 64, 128 or 256: others are filled up with zeros, which changes no score but for
-    the scale, and that is undone in the query.
+    The kernels want queries, keys and values of one width, 16, 32, 64, 128 or 256: others are filled up with zeros,
+    which changes no score but for the default scale, and that is undone in the query. It costs a copy of each tensor
+    that is filled up, kept for the backward pass, and the products over the zeros: heads of 192 with values of 128
+    (DeepSeek, Kimi) take 512 multiply-adds a pair in place of 320. A caller whose heads are filled up already pays the
+    products alone.
     """
-    d = query.shape[-1]
-    if d > 256:
-        raise ValueError(f"heads of {d} do not fit the attention kernels (at most 256); use fused=False")
-    wide = max(16, triton.next_power_of_2(d))
-    if wide != d:
-        query = query * (wide / d) ** 0.5
-        query, keys, values, own_keys, own_values = (
-            torch.nn.functional.pad(x, (0, wide - d)) for x in (query, keys, values, own_keys, own_values)
-        )
-    return _attention(query, keys, values, own_keys, own_values, rows, starts)[0][..., :d]
+    d, value_width = query.shape[-1], values.shape[-1]
+    if max(d, value_width) > 256:
+        raise ValueError(f"heads of {d}, values of {value_width}: the attention kernels take 256; use fused=False")
+    wide = fused_width(d, value_width)
+    if scale is None:
+        scale = wide**-0.5
+        query = query if wide == d else query * (wide / d) ** 0.5
+
+    def fill(x):
+        return x if x.shape[-1] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[-1]))
+
+    query, keys, values, own_keys, own_values = (fill(x) for x in (query, keys, values, own_keys, own_values))
+    return _attention(query, keys, values, own_keys, own_values, rows, starts, scale)[0][..., :value_width]

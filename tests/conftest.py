@@ -1,6 +1,5 @@
 """Fixtures that several test files share: real models small enough for a CPU, made once a session."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -47,7 +46,4 @@ def standin(tmp_path_factory):
 def small_target(smollm2, tmp_path_factory) -> Path:
     """An 8-layer Llama with random weights and the tokenizer of SmolLM2: a whole checkpoint that runs fast."""
     folder = tiny_models.llama(tmp_path_factory.mktemp("target") / "small-llama", layers=8, vocab=49152)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        if (smollm2 / name).exists():
-            shutil.copy(smollm2 / name, folder / name)
-    return folder
+    return tiny_models.with_tokenizer_of(smollm2, folder)

@@ -8,17 +8,22 @@ import torch
 from torch.nn.functional import silu, softmax
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import losses, ttt_attention
+from common import drafter_layer_mla, losses, ttt_attention
 from common.drafter import Drafter, DrafterConfig, ttt_loss
 from common.drafting import DraftChain, draft
 from common.errors import UserError
 from common.losses import Teacher
 from common.packing import count_positions, pack_documents, query_positions
-from common.rope import inverse_frequencies
+from common.rope import inverse_frequencies, rotate
 from common.ttt_attention import QUERIES_PER_BLOCK
 from common.vocab import build_draft_vocab, target_ids
 
 H, V, N, K = 24, 61, 37, 8
+MLA = dict(q_lora_rank=14, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+DEEPSEEK_YARN = dict(
+    type="yarn", factor=16.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1, mscale=0.7,
+    mscale_all_dim=1.3,
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
@@ -39,13 +44,14 @@ def document(length, supervised, seed=0, points=3, width=H):
     )
 
 
-def make(seed=0, dtype=torch.float64, **overrides):
+def make(kind="llama", seed=0, dtype=torch.float64, target_scaling=None, **overrides):
+    """(drafter of this type with random weights, teacher); target_scaling: the rope scaling of the target."""
     target = dict(
         hidden_size=H, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40, vocab_size=V,
-        max_position_embeddings=512, rms_norm_eps=1e-5,
+        max_position_embeddings=512, rms_norm_eps=1e-5, rope_scaling=target_scaling, **(MLA if kind == "mla" else {}),
     )  # fmt: skip
     config = DrafterConfig.from_target(
-        target, capture_points=(2, 5, 7), draft_vocab_size=N, initializer_range=0.3, **overrides
+        target, kind, capture_points=(2, 5, 7), draft_vocab_size=N, initializer_range=0.3, **overrides
     )
     h = config.hidden_size
     g = torch.Generator().manual_seed(seed)
@@ -83,6 +89,40 @@ class Plain:
         a, b = x[:, :half], x[:, half:]
         return magnitude * torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
+    def heads(self, x, position):
+        """Query, keys and values of each head, [heads, d], from the layer's input."""
+        w, c, names = self.w, self.c, "midlayer.self_attn."
+        if c.drafter_type == "mla":
+            return self.latent_heads(x, position)
+        q, key, value = ((w[f"{names}{n}_proj.weight"] @ x).view(-1, c.head_dim) for n in "qkv")
+        return self.rotate(q, position), self.rotate(key, position), value
+
+    def latent_heads(self, x, position):
+        """Head by head, as DeepSeek-V2 writes them (equations 9 to 19); rope by complex numbers, neighbours a pair."""
+        w = {n.split(".")[2]: t for n, t in self.w.items() if "self_attn" in n}
+        norms = {n: f"midlayer.self_attn.{n}.weight" for n in ("q_a_layernorm", "kv_a_layernorm")}
+        frequencies, magnitude = inverse_frequencies(4, self.c.rope_theta, self.c.rope_scaling)
+        turn = torch.polar(torch.tensor(magnitude, dtype=torch.float64), position * frequencies.double())
+        turned = lambda pairs: torch.view_as_real(torch.view_as_complex(pairs.view(2, 2)) * turn).flatten()  # noqa: E731
+        query_latent = self.norm(w["q_a_proj"] @ x, norms["q_a_layernorm"])
+        down = w["kv_a_proj_with_mqa"] @ x
+        latent, shared = self.norm(down[:10], norms["kv_a_layernorm"]), turned(down[10:].clone())
+        queries, keys, values = [], [], []
+        for head in range(4):
+            q = w["q_b_proj"][10 * head : 10 * head + 10] @ query_latent
+            up = w["kv_b_proj"][11 * head : 11 * head + 11] @ latent
+            queries.append(torch.cat((q[:6], turned(q[6:].clone()))))
+            keys.append(torch.cat((up[:6], shared)))
+            values.append(up[6:])
+        return queries, keys, values
+
+    def score_scale(self):
+        scaling = self.c.rope_scaling or {}
+        scale = 1 / math.sqrt(self.c.head_dim)
+        if scaling.get("rope_type") == "deepseek_yarn":
+            scale *= (1 + 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"])) ** 2
+        return scale
+
     def step(self, t, k, state, token, own):
         """own: list of this position's (key, value) of steps 1..k-1; returns dict with everything of step k."""
         w, c, layer = self.w, self.c, "midlayer."
@@ -93,8 +133,7 @@ class Plain:
             state = w["fc.weight"] @ torch.cat(points)
         x = torch.cat((self.norm(self.embed[token], layer + "input_layernorm.weight"),
                        self.norm(state, layer + "hidden_norm.weight")))  # fmt: skip
-        q, key, value = ((w[f"{layer}self_attn.{n}_proj.weight"] @ x).view(-1, c.head_dim) for n in "qkv")
-        q, key = self.rotate(q, t + k), self.rotate(key, t + k)
+        q, key, value = self.heads(x, t + k)
         made = dict(key=key, value=value)
         if k == 0:
             earlier = [] if t == 0 else self.keys[:t]
@@ -105,7 +144,7 @@ class Plain:
         group = c.num_attention_heads // c.num_key_value_heads
         heads = []
         for h in range(c.num_attention_heads):
-            scores = torch.stack([q[h] @ kk[h // group] for kk, _ in seen]) / math.sqrt(c.head_dim)
+            scores = torch.stack([q[h] @ kk[h // group] for kk, _ in seen]) * self.score_scale()
             heads.append(softmax(scores, 0) @ torch.stack([vv[h // group] for _, vv in seen]))
         state = state + w[layer + "self_attn.o_proj.weight"] @ torch.cat(heads)
         y = self.norm(state, layer + "post_attention_layernorm.weight")
@@ -129,9 +168,10 @@ def relative(a, b):
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, dict(fc_norm=True, norm_output=True), dict(rope_scaling=LLAMA3)],
-    ids=["plain", "fc_norm+norm_output", "llama3"],
-)
+    [{}, dict(fc_norm=True, norm_output=True), dict(rope_scaling=LLAMA3), dict(kind="mla"),
+     dict(kind="mla", fc_norm=True, norm_output=True, target_scaling=DEEPSEEK_YARN)],
+    ids=["plain", "fc_norm+norm_output", "llama3", "mla", "mla+fc_norm+norm_output+deepseek_yarn"],
+)  # fmt: skip
 def test_equals_float64_recomputation_over_seven_chained_steps(overrides):
     drafter, _ = make(**overrides)
     doc = document(14, [6, 7, 8, 11])
@@ -175,6 +215,30 @@ def test_the_recomputation_notices_what_breaks_drafters_in_public():
     assert relative(logits_after_two_steps(pack_documents([ids], 3)), expected) > 1e-3
 
 
+def test_the_recomputation_notices_what_breaks_latent_attention(monkeypatch):
+    """Rotated half against half, scores without mscale, rope of the other magnitude: none is close."""
+    drafter, _ = make("mla", target_scaling=DEEPSEEK_YARN)
+    doc = document(14, [6, 7, 8])
+    batch = pack_documents([doc], 3)
+    slot = 4
+    expected = Plain(drafter, doc).chain(int(batch.positions[batch.query_rows[slot]]), [])[-1]["logits"]
+
+    def error():
+        return relative(next(DraftChain(drafter, batch).logit_chunks())[1][slot], expected)
+
+    assert error() < 1e-6
+    scale, sizes = drafter.score_scale, drafter.sizes
+    drafter.score_scale = drafter.config.head_dim**-0.5
+    assert error() > 1e-3
+    drafter.score_scale, drafter.sizes = scale, sizes._replace(rope_magnitude=1.0)
+    assert error() > 1e-3
+    drafter.sizes = sizes
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter_layer_mla, "rotate_pairs", rotate)
+        assert error() > 1e-3
+    assert error() < 1e-6
+
+
 def plain_loss(drafter, teacher, documents, num_steps, decay):
     """The loss straight from CONVENTIONS 5, position by position."""
     sums, counts, back = [0.0] * num_steps, [0] * num_steps, target_ids(drafter.d2t)
@@ -198,8 +262,9 @@ def plain_loss(drafter, teacher, documents, num_steps, decay):
     return sum(decay**k * s / max(c, 1) for k, (s, c) in enumerate(zip(sums, counts, strict=True))), counts, hits
 
 
-def test_loss_and_gradients_equal_the_definition():
-    drafter, teacher = make()
+@pytest.mark.parametrize("kind", ["llama", "mla"])
+def test_loss_and_gradients_equal_the_definition(kind):
+    drafter, teacher = make(kind, target_scaling=DEEPSEEK_YARN if kind == "mla" else None)
     documents = [document(n, 0.5, seed=n) for n in (1, 2, 7, 12)]
     batch = pack_documents(documents, 4)
     loss, metrics = ttt_loss(drafter, batch, teacher, 4, 0.8)
@@ -260,9 +325,12 @@ def test_only_counted_positions_get_a_query():
     assert query_positions(mask[:2], 7).tolist() == []
 
 
-@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_padding_and_packing_change_nothing(dtype, limit):
-    drafter, teacher = make(dtype=dtype)
+@pytest.mark.parametrize(
+    "kind,dtype,limit",
+    [("llama", torch.float64, 1e-12), ("llama", torch.float32, 1e-5), ("mla", torch.float64, 1e-12)],
+)
+def test_padding_and_packing_change_nothing(kind, dtype, limit):
+    drafter, teacher = make(kind, dtype=dtype)
     documents = [document(n, 0.4, seed=n) for n in (9, 30, 3, 17)]
     total = torch.stack([pack_documents([d], 5).weights.sum(0) for d in documents]).sum(0)
 
@@ -324,8 +392,9 @@ def test_drafting_feeds_back_its_own_tokens():
     assert torch.equal(true[:, 0], drafted[:, 0]) and not torch.equal(true, drafted)
 
 
-def test_branches_of_a_chain():
-    drafter, _ = make()
+@pytest.mark.parametrize("kind", ["llama", "mla"])
+def test_branches_of_a_chain(kind):
+    drafter, _ = make(kind)
     batch = pack_documents([document(20, 0.5)], 3)
     chain = DraftChain(drafter, batch)
     ids, logprobs = chain.top(3)
@@ -338,8 +407,10 @@ def test_branches_of_a_chain():
     assert relative(branches.state[0::3], single.state) > 1e-3
 
 
-def test_compiled_parts_equal_eager():
-    drafter, teacher = make(dtype=torch.float32)
+@pytest.mark.parametrize("kind", ["llama", "mla"])
+def test_compiled_parts_equal_eager(kind):
+    """mla: with its heads filled up to the width of the attention kernels, too."""
+    drafter, teacher = make(kind, dtype=torch.float32)
     batch = pack_documents([document(20, 0.5), document(9, 0.5)], 3, tokens=32, queries=32)
     eager = ttt_loss(drafter, batch, teacher, 3, 0.8)[0]
     eager.backward()
@@ -351,6 +422,10 @@ def test_compiled_parts_equal_eager():
     assert abs(compiled - eager) / eager < 1e-5
     for mine, theirs in zip((p.grad for p in drafter.parameters()), gradients, strict=True):
         assert relative(mine, theirs) < 1e-4
+    if kind == "mla":
+        query, keys, values, _ = drafter.first_step(drafter.weights(), batch)
+        assert query.shape[-1] == keys.shape[-1] == values.shape[-1] == 16  # heads of 10, values of 5
+        assert not query[..., 10:].any() and not values[..., 5:].any()
 
 
 def test_an_unloaded_weight_shows():
@@ -374,6 +449,9 @@ def test_state_dict_has_the_names_that_sglang_loads():
     expected |= {f"{layer}{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
     assert set(make()[0].state_dict()) == expected
     assert set(make(fc_norm=True)[0].state_dict()) == expected | {f"fc_norm.{i}.weight" for i in range(3)}
+    expected -= {f"{layer}self_attn.{n}_proj.weight" for n in "qkv"}
+    latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+    assert set(make("mla")[0].state_dict()) == expected | {f"{layer}self_attn.{name}.weight" for name in latent}
 
 
 def test_sizes_from_targets():
@@ -389,6 +467,12 @@ def test_sizes_from_targets():
     assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size) == (64, 8, 128, 18432)
     assert c.max_position_embeddings == 262144 and c.rope_theta == 50000.0
     assert c.rope_scaling["rope_type"] == "yarn" and "mscale" not in c.rope_scaling
+    assert DrafterConfig(**c.to_dict()) == c and not set(MLA) & set(c.to_dict())
+    text = kimi["text_config"] | dict(q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    c = DrafterConfig.from_target(dict(text_config=text), "mla", capture_points=(3,), draft_vocab_size=0, v_head_dim=96)
+    assert [getattr(c, name) for name in MLA] == [1536, 512, 128, 64, 96] and c.drafter_type == "mla"
+    assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (64, 64, 192)
+    assert c.rope_scaling | {"type": "yarn"} == text["rope_scaling"] | {"rope_type": "deepseek_yarn"}
     assert DrafterConfig(**c.to_dict()) == c
     smol = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536, vocab_size=49152,
                 max_position_embeddings=8192, rope_parameters=dict(rope_theta=100000, rope_type="default"))  # fmt: skip
@@ -397,6 +481,27 @@ def test_sizes_from_targets():
     assert c.intermediate_size == 800
     with pytest.raises(UserError, match="num_attention_heads"):
         DrafterConfig.from_target(dict(hidden_size=8, vocab_size=9), capture_points=(1,), draft_vocab_size=0)
+
+
+def test_sizes_that_do_not_go_together_are_refused():
+    llama = dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=99, head_dim=16,
+                 max_position_embeddings=512)  # fmt: skip
+    more = dict(capture_points=(2,), draft_vocab_size=0)
+    flags = "--q-lora-rank, --kv-lora-rank, --qk-nope-head-dim, --qk-rope-head-dim, --v-head-dim"
+    with pytest.raises(UserError, match=f"multi-head latent attention.*: give {flags}$"):
+        DrafterConfig.from_target(llama, "mla", **more)
+    with pytest.raises(UserError, match="give --q-lora-rank$"):  # DeepSeek-V2-Lite has queries without a latent
+        DrafterConfig.from_target(llama | MLA | dict(q_lora_rank=None), "mla", **more)
+    made = DrafterConfig.from_target(llama, "mla", **more, **MLA)
+    assert made.head_dim == 10 and made.num_key_value_heads == 4
+    with pytest.raises(UserError, match="--head-dim: a drafter of type mla has no such size"):
+        DrafterConfig.from_target(llama, "mla", **more, **MLA, head_dim=16)
+    with pytest.raises(UserError, match="--v-head-dim: a drafter of type llama has no such size"):
+        DrafterConfig.from_target(llama, **more, v_head_dim=16)
+    with pytest.raises(UserError, match="type mla: rope scaling 'llama3', expected default, deepseek_yarn"):
+        DrafterConfig.from_target(llama | dict(rope_scaling=LLAMA3), "mla", **more, **MLA)
+    with pytest.raises(UserError, match="type llama: rope scaling 'deepseek_yarn', expected"):
+        DrafterConfig.from_target(llama, **more, rope_scaling=DEEPSEEK_YARN | dict(rope_type="deepseek_yarn"))
 
 
 def test_packing_refuses_what_does_not_fit():

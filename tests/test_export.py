@@ -28,6 +28,11 @@ KEYS_OF_CONVENTIONS_5 = {
 }  # fmt: skip
 
 
+MLA = dict(drafter_type="mla", q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+DEEPSEEK_YARN = dict(rope_type="deepseek_yarn", factor=8.0, original_max_position_embeddings=256, beta_fast=32,
+                     beta_slow=1, mscale=0.8, mscale_all_dim=1.2)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = write_target(tmp_path_factory.mktemp("export") / "target")
@@ -77,8 +82,37 @@ def test_serving_ids_follow_the_target_family_and_an_unknown_one_is_refused(targ
         serving_ids_for(config, parts.config | {"architectures": ["NovelForCausalLM"]})
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_output": True}, {"draft_vocab_size": 0}])
-@pytest.mark.parametrize("write", [export_sglang, export_speculators])
+def test_latent_attention_is_written_with_the_names_that_its_class_maps(target, tmp_path):
+    """That SGLang's own load_weights and ModelConfig take all of it is in tests/test_sglang_module.py."""
+    folder, parts = target
+    export_sglang(tmp_path, make_drafter(parts, **MLA, rope_scaling=DEEPSEEK_YARN), parts.config, str(folder))
+    latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    expected = {name.replace("midlayer.", "layers.0.") for name in KEYS_OF_CONVENTIONS_5 if "self_attn" not in name}
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == expected | {f"layers.0.self_attn.{name}.weight" for name in latent}
+    assert tensors["layers.0.self_attn.q_a_proj.weight"].shape == (24, 2 * HIDDEN)
+    assert tensors["layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (28, 2 * HIDDEN)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["Eagle3DeepseekV2ForCausalLM"] and config.model_type == "deepseek_v3"
+    assert config.rope_interleave and config.num_hidden_layers == 1 and config.draft_vocab_size == 40
+    assert config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters["mscale_all_dim"] == 1.2
+
+
+def test_speculators_has_no_latent_attention(target, tmp_path):
+    folder, parts = target
+    with pytest.raises(UserError, match="none with latent attention .mla.: export for SGLang"):
+        export_speculators(tmp_path / "out", make_drafter(parts, **MLA), parts.config, str(folder))
+    assert not (tmp_path / "out").exists()
+
+
+COMES_BACK = [{}, {"fc_norm": True}, {"norm_output": True}, {"draft_vocab_size": 0}]
+
+
+@pytest.mark.parametrize(
+    "write, options",
+    [(write, options) for write in (export_sglang, export_speculators) for options in COMES_BACK]
+    + [(export_sglang, MLA), (export_sglang, MLA | dict(rope_scaling=DEEPSEEK_YARN, fc_norm=True, rope_theta=50000.0))],
+)
 def test_a_drafter_comes_back_as_it_was(target, tmp_path, options, write):
     folder, parts = target
     drafter = make_drafter(parts, **options)
@@ -105,6 +139,8 @@ SPECULATORS_DRAFTS = """
 import sys, torch
 from safetensors.torch import load_file
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.eagle3.model_definitions import model_classes
+assert set(model_classes) == {"llama", "qwen3"}, "the reason for which latent attention is refused"
 case = torch.load(sys.argv[1], weights_only=True)
 drafted = []
 for folder in sys.argv[3:]:
@@ -166,9 +202,9 @@ def test_weights_that_cannot_be_served_are_not_written(target, tmp_path):
             export_sglang(tmp_path / "bad", make_drafter(parts), parts.config, str(folder), state=changed)
 
 
-def public_drafter(folder, target, **changes):
+def public_drafter(folder, target, options=None, **changes):
     """A drafter as other projects publish them for SGLang: no notes of ours, names that vary."""
-    drafter = make_drafter(target)
+    drafter = make_drafter(target, **(options or {}))
     export_sglang(folder, drafter, target.config, "somebody/target")
     config = json.loads((folder / "config.json").read_text())
     for name in ("capture_points", "target_model", "target_architecture", "target_num_hidden_layers"):
@@ -217,6 +253,29 @@ def test_names_that_public_files_use_are_understood(target, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert torch.equal(load_drafter(tmp_path, parts.config)[0].fc.weight, drafter.fc.weight)
+
+
+def test_public_drafters_with_latent_attention_are_understood(target, tmp_path):
+    """As Kimi-K2.5's are published: model type kimi_k2, yarn named by `type` alone, the embedding in the file."""
+    _, parts = target
+    scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name != "rope_type"} | {"type": "yarn"}
+    changes = dict(model_type="kimi_k2", rope_scaling=scaling, num_key_value_heads=4, head_dim=8)
+    drafter = public_drafter(tmp_path, parts, MLA | dict(rope_scaling=DEEPSEEK_YARN), **changes)
+    tensors = load_file(tmp_path / "model.safetensors") | {"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    save_file({name: tensor for name, tensor in tensors.items() if name != "t2d"}, tmp_path / "model.safetensors")
+    again, _ = load_drafter(tmp_path, parts.config)
+    assert again.config == drafter.config and again.score_scale == drafter.score_scale
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    for changes, message in (
+        ({"rope_interleave": False}, "rope_interleave is off"),
+        ({"q_lora_rank": None}, "config.json: drafter of type mla: q_lora_rank must be given"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "type mla: rope scaling 'linear'"),
+        ({"kv_lora_rank": 21}, r"kv_b_proj.weight is float .88, 20., expected float .88, 21."),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "layer is of type deepseek_v3"),
+    ):
+        public_drafter(tmp_path, parts, MLA, **changes)
+        with pytest.raises(UserError, match=message):
+            load_drafter(tmp_path, parts.config)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def assembly(compiled, tmp_path) -> str:
     return subprocess.run([CUOBJDUMP, "-sass", file], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("heads,kv,d", [(64, 8, 128), (9, 3, 64)], ids=["kimi", "smollm2"])
+@pytest.mark.parametrize("heads,kv,d", [(64, 8, 128), (9, 3, 64), (64, 64, 256)], ids=["kimi", "smollm2", "mla"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernel(name, heads, kv, d, tmp_path):
     use = dict(attention.settings(d)[name])

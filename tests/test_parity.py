@@ -16,16 +16,23 @@ from common.target import TargetParts
 VOCAB, WIDTH, LAYERS, POINTS = 64, 64, 8, (2, 4, 6)
 CAPTURED = [1, 2, 3, 4, 5, 6, 7]
 SETTING = Setting(num_steps=2, topk=1, tree_tokens=3)
+LAYERS_OF = {
+    "llama": dict(num_key_value_heads=2, head_dim=16, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "mla": dict(
+        num_key_value_heads=4, head_dim=24, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=16,
+        v_head_dim=12, rope_scaling={"rope_type": "deepseek_yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                     "original_max_position_embeddings": 16},
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def drafter() -> Drafter:
+@pytest.fixture(scope="module", params=LAYERS_OF)
+def drafter(request) -> Drafter:
     """Random weights large enough that attention, rope and norms decide tokens; half of the vocabulary is drafted."""
     config = DrafterConfig(
-        hidden_size=WIDTH, target_hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=64, vocab_size=VOCAB, draft_vocab_size=VOCAB // 2, capture_points=POINTS,
-        max_position_embeddings=512, rope_theta=500.0, fc_norm=True, initializer_range=0.4,
-        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        hidden_size=WIDTH, target_hidden_size=WIDTH, num_attention_heads=4, intermediate_size=64, vocab_size=VOCAB,
+        draft_vocab_size=VOCAB // 2, capture_points=POINTS, max_position_embeddings=512, rope_theta=500.0, fc_norm=True,
+        initializer_range=0.4, **LAYERS_OF[request.param],
     )  # fmt: skip
     made = Drafter(config)
     kept = torch.zeros(VOCAB, dtype=torch.bool)

@@ -29,15 +29,16 @@ def packed(lengths=LENGTHS, num_steps=3, supervised=0.5, seed=0, **budgets):
     return pack_documents(documents, num_steps, **budgets)
 
 
-def inputs(batch, steps, heads=6, kv=2, d=16, dtype=torch.float64, seed=1, device="cpu"):
+def inputs(batch, steps, heads=6, kv=2, d=16, dtype=torch.float64, seed=1, device="cpu", values=None):
+    """values: width of the values, where it is not that of the keys."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, queries = batch.positions.shape[0], batch.query_rows.shape[0]
-    shapes = [(queries, heads, d), (tokens, kv, d), (tokens, kv, d), (steps, queries, kv, d), (steps, queries, kv, d)]
+    tokens, queries, e = batch.positions.shape[0], batch.query_rows.shape[0], values or d
+    shapes = [(queries, heads, d), (tokens, kv, d), (tokens, kv, e), (steps, queries, kv, d), (steps, queries, kv, e)]
     made = [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_() for s in shapes]
-    return made, torch.randn(shapes[0], generator=generator, dtype=torch.float64).to(device, dtype)
+    return made, torch.randn(queries, heads, e, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
-def dense(query, keys, values, own_keys, own_values, rows, starts, wrong_by=0):
+def dense(query, keys, values, own_keys, own_values, rows, starts, scale=None, wrong_by=0):
     """Independent: a full boolean mask over step-0 keys and all own keys of all queries, one softmax."""
     queries, heads, d = query.shape
     tokens, steps = keys.shape[0], own_keys.shape[0]
@@ -48,7 +49,7 @@ def dense(query, keys, values, own_keys, own_values, rows, starts, wrong_by=0):
     causal = (column <= rows[:, None] + wrong_by) & (column >= starts[:, None])
     own = torch.eye(queries, dtype=torch.bool, device=query.device).repeat(1, steps)
     mask = torch.cat((causal, own), dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, all_keys) / d**0.5
+    scores = torch.einsum("qhd,khd->hqk", query, all_keys) * (d**-0.5 if scale is None else scale)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), all_values)
 
 
@@ -58,12 +59,13 @@ def relative(a, b):
 
 @pytest.mark.parametrize("steps", [0, 1, 6])
 @pytest.mark.parametrize("block", [5, 128])
-def test_blocks_equal_dense_mask(steps, block, monkeypatch):
+@pytest.mark.parametrize("values,scale", [(None, None), (10, 0.4)])
+def test_blocks_equal_dense_mask(steps, block, values, scale, monkeypatch):
     monkeypatch.setattr(module, "QUERIES_PER_BLOCK", block)
     batch = packed()
-    made, grad = inputs(batch, steps)
-    ours = ttt_attention(*made, batch.query_rows, batch.query_starts)
-    reference = dense(*made, batch.query_rows, batch.query_starts)
+    made, grad = inputs(batch, steps, values=values)
+    ours = ttt_attention(*made, batch.query_rows, batch.query_starts, scale=scale)
+    reference = dense(*made, batch.query_rows, batch.query_starts, scale)
     assert relative(ours, reference) < 1e-12
     gradients = torch.autograd.grad(ours, made, grad)
     for mine, theirs in zip(gradients, torch.autograd.grad(reference, made, grad), strict=True):
@@ -93,19 +95,21 @@ def test_documents_do_not_see_each_other():
     assert not torch.equal(before[~last], after[~last])
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("kv,values,scale", [(2, None, None), (4, 3, 0.7)])
+def test_gradcheck(kv, values, scale):
     batch = packed(lengths=(5, 3), supervised=1.0)
-    made, _ = inputs(batch, 2, heads=4, kv=2, d=4)
-    assert torch.autograd.gradcheck(lambda *x: ttt_attention(*x, batch.query_rows, batch.query_starts), made)
+    made, _ = inputs(batch, 2, heads=4, kv=kv, d=4, values=values)
+    run = lambda *x: ttt_attention(*x, batch.query_rows, batch.query_starts, scale=scale)  # noqa: E731
+    assert torch.autograd.gradcheck(run, made)
 
 
-def compare_fused(device, dtype, lengths, steps, heads, kv, d, supervised=0.5, **budgets):
+def compare_fused(device, dtype, lengths, steps, heads, kv, d, supervised=0.5, values=None, scale=None, **budgets):
     """Worst relative error of the kernels' output and gradients against the dense mask in float64."""
     batch = packed(lengths, supervised=supervised, **budgets).to(device)
-    made, grad = inputs(batch, steps, heads, kv, d, dtype, device=device)
+    made, grad = inputs(batch, steps, heads, kv, d, dtype, device=device, values=values)
     exact = [x.detach().double().requires_grad_() for x in made]
-    ours = ttt_attention(*made, batch.query_rows, batch.query_starts, fused=True)
-    reference = dense(*exact, batch.query_rows, batch.query_starts)
+    ours = ttt_attention(*made, batch.query_rows, batch.query_starts, fused=True, scale=scale)
+    reference = dense(*exact, batch.query_rows, batch.query_starts, scale)
     errors = [relative(ours.double(), reference)]
     theirs = torch.autograd.grad(reference, exact, grad.double())
     for mine, other in zip(torch.autograd.grad(ours, made, grad), theirs, strict=True):
@@ -121,6 +125,9 @@ for lengths, steps, heads, kv, d, supervised, budgets in [
     (LENGTHS, 2, 4, 2, 16, 0.5, dict(tokens=333, queries=310)),
     ((3, 200, 170), 1, 3, 3, 32, 1.0, {}),
     ((3, 40, 90), 2, 4, 2, 24, 0.5, {}),
+    ((3, 40, 90), 2, 3, 3, 24, 0.5, dict(values=16, scale=0.3)),
+    ((3, 40, 90), 1, 2, 2, 16, 0.5, dict(values=40)),
+    ((70,), 1, 1, 1, 192, 0.5, dict(values=128, scale=0.1)),
 ]:
     error = compare_fused("cpu", torch.float32, lengths, steps, heads, kv, d, supervised, **budgets)
     print(lengths, steps, error)
@@ -136,9 +143,12 @@ def test_kernels_interpreted_equal_dense_mask():
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
+MLA = dict(values=128, scale=0.1)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads,kv,d", [(64, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("heads,kv,d,more", [(64, 8, 128, {}), (9, 3, 64, {}), (64, 64, 192, MLA), (16, 16, 256, {})])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_kernels_on_gpu_equal_dense_mask(heads, kv, d, steps):
-    error = compare_fused("cuda", torch.bfloat16, LENGTHS + (513, 40), steps, heads, kv, d, tokens=1024, queries=800)
-    assert error < 1e-2
+def test_kernels_on_gpu_equal_dense_mask(heads, kv, d, more, steps):
+    lengths, room = LENGTHS + (513, 40), dict(tokens=1024, queries=800)
+    assert compare_fused("cuda", torch.bfloat16, lengths, steps, heads, kv, d, **more, **room) < 1e-2

@@ -5,6 +5,7 @@ cannot pass for rounding. Used by the engine tests; each is a few megabytes and 
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -41,10 +42,10 @@ def qwen3_moe(folder: Path, layers: int = 12) -> Path:
     return save(config, folder)
 
 
-def deepseek_v3(folder: Path, layers: int = 61) -> Path:
+def deepseek_v3(folder: Path, layers: int = 61, vocab: int = VOCAB) -> Path:
     """Multi-head latent attention and mixture of experts, as in Kimi-K2.5's language model."""
     config = AutoConfig.for_model(
-        "deepseek_v3", vocab_size=VOCAB, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
+        "deepseek_v3", vocab_size=vocab, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
         n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
         kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
@@ -64,6 +65,14 @@ def deepseek_v3(folder: Path, layers: int = 61) -> Path:
     }
     written.setdefault("rope_theta", 10000.0)
     path.write_text(json.dumps(written, indent=1))
+    return folder
+
+
+def with_tokenizer_of(source: Path, folder: Path) -> Path:
+    """`folder` with the tokenizer and chat template of `source`: a whole checkpoint."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (source / name).exists():
+            shutil.copy(source / name, folder / name)
     return folder
 
 

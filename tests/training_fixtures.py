@@ -5,6 +5,7 @@ noise; and x[t+2] = 8 u + v. So a drafter can know the next token from the point
 points in the right order at the right position. The last state at t+1 makes the target say x[t+2].
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -25,14 +26,20 @@ SMALL = ["--intermediate-size", "128", "--ttt-steps", "2", "--draft-vocab-size",
          "--device", "cpu"]  # fmt: skip
 
 
-def write_target(folder: Path) -> Path:
-    """A Llama checkpoint of random embeddings with an orthogonal head; only the parts that training reads."""
+def write_target(folder: Path, **changes) -> Path:
+    """A Llama checkpoint of random embeddings with an orthogonal head; only the parts that training reads.
+
+    changes: other values of its config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     LlamaConfig(
         architectures=["LlamaForCausalLM"], vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=128,
         num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
         tie_word_embeddings=False,
     ).save_pretrained(folder)  # fmt: skip
+    if changes:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
     generator = torch.Generator().manual_seed(1)
     save_file({
         "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator).to(torch.bfloat16),
