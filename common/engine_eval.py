@@ -51,6 +51,7 @@ class ServingSettings:
             "random_seed": self.seed,
             "device": self.device,
             "skip_tokenizer_init": True,  # prompts and answers are token ids
+            "enable_multimodal": False,  # and text: a multimodal target would ask for its image processor
             "disable_radix_cache": True,  # a prompt seen at another batch size must not come for free
             "disable_prefill_cuda_graph": True,  # replayed graphs run no hooks, and this one reads the layers back
             "max_running_requests": self.max_requests,
