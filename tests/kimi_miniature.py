@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+import engine_helpers
 import standin_tokenizer
 import tiny_models
 
@@ -63,9 +64,11 @@ QUANTISED = {
 }  # fmt: skip
 
 
-def kimi_k25(folder: Path, int4: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **sizes) -> Path:
+def kimi_k25(folder: Path, int4: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0, says=(),
+             **sizes) -> Path:  # fmt: skip
     """Write the checkpoint. int4: routed experts as `weight_packed`, `weight_scale`, `weight_shape`.
 
+    says: token ids, an even number, that it answers with, when not just any.
     sizes: fields of text_config that are to differ from SMALL, such as num_hidden_layers.
     """
     text = AS_IN_KIMI | SMALL | sizes
@@ -79,6 +82,10 @@ def kimi_k25(folder: Path, int4: bool = False, dtype: torch.dtype = torch.bfloat
             tensors[name] = 0.02 * torch.randn(tensor.shape, generator=generator)
         elif "q_b_proj" in name or ("experts" in name and "down_proj" in name):
             tensors[name] = (tensor / 2).to(dtype)  # yarn doubles attention logits, routing the experts' part: undone
+        elif name == "lm_head.weight" and says:
+            rows = 40 * tensor[list(says)[::2]]  # in pairs of opposites, so that one is always above all the rest
+            tensor[list(says)[::2]], tensor[list(says)[1::2]] = rows, -rows
+            tensors[name] = tensor.to(dtype)
         else:
             tensors[name] = tensor.to(dtype)
     if int4:
@@ -129,12 +136,15 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by name."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
 def as_deepseek_v3(folder: Path, out: Path) -> Path:
     """The language model of a miniature as transformers' DeepSeek-V3, packed experts unpacked to bfloat16."""
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read(folder).items()}
     for name in [name for name in tensors if name.endswith(".weight_packed")]:
         module = name.removesuffix(".weight_packed")
         parts = {part: tensors.pop(f"{module}.{part}") for part in ("weight_packed", "weight_scale", "weight_shape")}
@@ -146,6 +156,16 @@ def as_deepseek_v3(folder: Path, out: Path) -> Path:
     text |= {"model_type": "deepseek_v3", "rope_parameters": rope}
     (out / "config.json").write_text(json.dumps(text))
     return out
+
+
+def reference(twin: Path, points, dtype: torch.dtype = torch.float32):
+    """The twin's states (engine_helpers.Reference). transformers gives the two norms inside the attention an eps of
+    their own; SGLang gives them the model's."""
+    made = engine_helpers.Reference(twin, points, dtype)
+    for layer in made.model.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = made.model.config.rms_norm_eps
+        layer.self_attn.kv_a_layernorm.variance_epsilon = made.model.config.rms_norm_eps
+    return made
 
 
 # ---- INT4 experts, by the library that defines the format ------------------------------------------------------------

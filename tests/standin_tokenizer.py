@@ -42,7 +42,7 @@ class StandInTokenizer(PreTrainedTokenizer):
         return self.ranks.get(token)
 
     def _convert_id_to_token(self, index):
-        return self.names.get(index)
+        return self.names.get(index, f"<|reserved_token_{index}|>")
 
     def apply_chat_template(self, conversation, tools=None, tokenize=False, add_generation_prompt=True, **kwargs):
         """As there: text unless asked otherwise, a generation prompt unless told not to, keys of tools in order."""
