@@ -19,11 +19,12 @@ import re
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.capture_points import CapturePoints
-from common.errors import UserError
+from common.errors import OWN_CODE, UserError
 from common.placement import Placement
 from common.tap_link import ENVIRONMENT as LINE_VARIABLE
 from common.tap_link import Links
@@ -99,6 +100,7 @@ class EngineSettings:
             "node_rank": self.placement.engine_node,
             "dist_init_addr": self.init_address,
             "skip_tokenizer_init": True,  # prompts and answers are token ids
+            "enable_multimodal": False,  # and text: a multimodal target would ask for its image processor
             "disable_radix_cache": True,
             "disable_prefill_cuda_graph": True,
             "disable_decode_cuda_graph": not self.decode_graphs,
@@ -204,9 +206,13 @@ def start_engine(settings: EngineSettings, log: Path):
 
         try:
             engine = CaptureEngine(**arguments)
-        except (EngineDied, RuntimeError, ValueError, AssertionError, OSError, ImportError) as error:
+        except Exception as error:  # whatever SGLang stumbles over; the log has it in full
+            traceback.print_exc()
             kill_children()
-            raise UserError(f"the engine did not start: {cause_in(log, offset) or error} (whole log: {log})") from None
+            cause = cause_in(log, offset) or f"{type(error).__name__}: {error}"
+            if "trust_remote_code=True" in f"{cause} {error}":
+                cause = OWN_CODE
+            raise UserError(f"the engine did not start: {cause} (whole log: {log})") from None
         except KeyboardInterrupt:
             kill_children()
             raise

@@ -51,6 +51,7 @@ class ServingSettings:
             "random_seed": self.seed,
             "device": self.device,
             "skip_tokenizer_init": True,  # prompts and answers are token ids
+            "enable_multimodal": False,  # and text: a multimodal target would ask for its image processor
             "disable_radix_cache": True,  # a prompt seen at another batch size must not come for free
             "disable_prefill_cuda_graph": True,  # replayed graphs run no hooks, and this one reads the layers back
             "max_running_requests": self.max_requests,
@@ -205,6 +206,7 @@ class Session:
     device: str
     progress: object
     folder: Path  # temporary
+    layers: dict = field(default_factory=dict)  # drafter path -> layers read back from the running engine
 
     def answer_all(self, drafter: str | None, setting: Setting | None, name: str, layers_file=None, check=None,
                    after=None) -> dict[int, dict]:  # fmt: skip
@@ -289,6 +291,7 @@ def in_engine(arguments, settings: list[Setting]) -> tuple[dict, int]:
             plain = session.answer_all(None, None, "plain", after=compare)
             runs = [
                 report_run(arguments, *key, batch_size, result, plain[batch_size], comparisons[*key, batch_size])
+                | {"layers_to_capture": session.layers[key[0]]}
                 for key, results in speculative.items()
                 for batch_size, result in results.items()
             ]
@@ -320,7 +323,7 @@ def answer_with_drafters(session: Session, drafters: dict, settings: list[Settin
             layers_file = session.folder / f"layers-{number}-{position}.json"
 
             def check(layers_file=layers_file, expected=expected, path=path):
-                check_layers(layers_file, expected, path)
+                session.layers[path] = check_layers(layers_file, expected, path)
 
             name = f"{Path(path).name} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}"
             out[path, setting] = session.answer_all(str(served), setting, name, str(layers_file), check)

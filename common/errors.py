@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+OWN_CODE = "it brings its own code; look at it, then pass --trust-remote-code"  # and was not allowed to run it
 
 
 class UserError(Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.capture_points import CapturePoints
-from common.errors import UserError
+from common.errors import OWN_CODE, UserError
 from common.target import text_config
 
 TokenRow = namedtuple("TokenRow", "index input_ids loss_mask row_hash source category", defaults=(None, None))
@@ -41,7 +41,8 @@ def by_transformers(model: str, rows: list[TokenRow], points: list[int], trust_r
     try:
         network = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{model}: transformers cannot load it ({str(error).splitlines()[0]})") from None
+        reason = OWN_CODE if "custom code" in str(error) and not trust_remote_code else str(error).splitlines()[0]
+        raise UserError(f"{model}: transformers cannot load it ({reason}); or use --reference sglang") from None
     network = network.to(device).eval()
     norm = getattr(network.get_decoder(), "norm", None)
     if norm is None:

@@ -43,6 +43,8 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     import faulthandler
     import signal
 
+    if server_args.device == "cpu":
+        torch._dynamo.config.disable = True  # or routing to experts first waits half a minute for a C++ compiler
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_executor.model_runner import ModelRunner
 

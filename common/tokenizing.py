@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from common.conversations import Row, hash_of
-from common.errors import UserError
+from common.errors import OWN_CODE, UserError
 from common.loss_mask import supervise as supervise_chat
 
 SUPERVISE = ("all", "last", "each")
@@ -63,15 +63,27 @@ class Tokenized:
 
 def load_tokenizer(model: str, trust_remote_code: bool = False, revision: str | None = None,
                    chat_template: str | Path | None = None):
-    """The tokenizer of `model` (folder or hub id); `chat_template` names a Jinja file that replaces its own."""
+    """The tokenizer of `model` (folder or hub id); `chat_template` names a Jinja file that replaces its own.
+
+    Code that `model` brings along runs only with trust_remote_code. A tokenizer that consists of such code is refused
+    without, and is that code with it: for model types it knows, transformers would without a word make another
+    tokenizer out of the same files.
+    """
     from transformers import AutoTokenizer
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+        code = own_code(model, revision)
+        if code and not trust_remote_code:
+            raise UserError(f"{model}: its tokenizer cannot be loaded: {OWN_CODE}")
+        kind = get_class_from_dynamic_module(code, model, revision=revision) if code else AutoTokenizer
+        tokenizer = kind.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+    except UserError:
+        raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not trust_remote_code and "custom code" in str(error):
-            reason = "it brings its own code; look at it, then pass --trust-remote-code"
+            reason = OWN_CODE
         raise UserError(f"{model}: its tokenizer cannot be loaded: {reason}") from error
     if chat_template is not None:
         try:
@@ -79,6 +91,20 @@ def load_tokenizer(model: str, trust_remote_code: bool = False, revision: str | 
         except OSError as error:
             raise UserError(f"{chat_template}: the chat template cannot be read ({error.strerror})") from None
     return tokenizer
+
+
+def own_code(model: str, revision: str | None) -> str | None:
+    """The class, as "module.Class", of a tokenizer that exists only as Python code in the folder of `model`."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    from transformers.utils import cached_file
+
+    named = get_tokenizer_config(model, revision=revision).get("auto_map") or {}
+    slow, fast = [*(named if isinstance(named, list) else named.get("AutoTokenizer") or [None]), None][:2]
+    missing_is_none = {f"_raise_exceptions_for_{what}": False
+                       for what in ("missing_entries", "gated_repo", "connection_errors")}  # fmt: skip
+    if (slow or fast) and cached_file(model, "tokenizer.json", revision=revision, **missing_is_none) is None:
+        return fast or slow
+    return None
 
 
 def tokenizer_fingerprint(tokenizer) -> dict[str, str]:

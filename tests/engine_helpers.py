@@ -75,11 +75,11 @@ def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1",
 
 
 class Reference:
-    """States of the same checkpoint by transformers, float32."""
+    """States of the same checkpoint by transformers, float32 unless asked otherwise."""
 
-    def __init__(self, folder: Path, points: CapturePoints):
+    def __init__(self, folder: Path, points: CapturePoints, dtype: torch.dtype = torch.float32):
         self.points = points
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
     @torch.no_grad()
     def states(self, input_ids) -> list[torch.Tensor]:

@@ -1,14 +1,16 @@
 """Things that go wrong inside the scheduler process, switched on and off in a running engine by the tests.
 
 The engine is the real one; `run_scheduler` takes the place of `common.tap.run_scheduler` and adds scheduler methods
-that the tests call through `Engine.collective_rpc`: `set_fault(name)` and `set_chunk(tokens)`. Each fault breaks the
-capture in a way that has broken somebody's drafter; the code that must notice is unmodified.
+that the tests call through `Engine.collective_rpc`: `set_fault(name)`, `set_chunk(tokens)` and those of
+tests/serving.py. Each fault breaks the capture in a way that has broken somebody's drafter; the code that must notice
+is unmodified.
 """
 
 import time
 
 import torch
 
+import serving
 from common import tap
 from common.tap_writer import Writers
 
@@ -18,6 +20,7 @@ NAN_TOKEN = 77  # rows of this token id get a NaN under the fault "nan"
 def run_scheduler(server_args, *args, **kwargs):
     from sglang.srt.managers.scheduler import Scheduler
 
+    Scheduler.serve_drafter, Scheduler.stop_serving = serving.serve_drafter, serving.stop_serving
     Scheduler.set_fault = lambda scheduler, name: set_fault(name)
     Scheduler.set_chunk = lambda scheduler, tokens: setattr(scheduler, "chunked_prefill_size", tokens)
     return tap.run_scheduler(server_args, *args, **kwargs)

@@ -1,6 +1,7 @@
 """A stand-in for the tokenizer of Kimi-K2.5, built offline: remote Python code over tiktoken, no offsets, control
-tokens far above the vocabulary (`<think>` is 163606, `</think>` 163607 as there), and a template without generation
-marks that shows reasoning only since the last user message. For the tests of masks, regeneration, --trust-remote-code.
+tokens far above the vocabulary (`<think>` is 163606, `</think>` 163607 as there, and not "special"), defaults of its
+own in `apply_chat_template`, and a template without generation marks that shows reasoning only since the last user
+message. For the tests of masks, regeneration, --trust-remote-code.
 """
 
 import base64
@@ -16,12 +17,12 @@ from transformers import PreTrainedTokenizer
 
 
 class StandInTokenizer(PreTrainedTokenizer):
-    vocab_files_names = {"vocab_file": "ranks.json"}
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
     model_input_names = ["input_ids", "attention_mask"]
 
     def __init__(self, vocab_file, **kwargs):
-        import json
-        ranks = {base64.b64decode(piece): rank for piece, rank in json.loads(Path(vocab_file).read_text()).items()}
+        lines = [line.split() for line in Path(vocab_file).read_text().splitlines()]
+        ranks = {base64.b64decode(piece): int(rank) for piece, rank in lines}
         self.encoding = tiktoken.Encoding("stand-in", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
         self.names = {rank: piece.decode("latin-1") for piece, rank in ranks.items()}
         self.ranks = {name: rank for rank, name in self.names.items()}
@@ -41,7 +42,14 @@ class StandInTokenizer(PreTrainedTokenizer):
         return self.ranks.get(token)
 
     def _convert_id_to_token(self, index):
-        return self.names.get(index)
+        return self.names.get(index, f"<|reserved_token_{index}|>")
+
+    def apply_chat_template(self, conversation, tools=None, tokenize=False, add_generation_prompt=True, **kwargs):
+        """As there: text unless asked otherwise, a generation prompt unless told not to, keys of tools in order."""
+        tools = tools and [dict(sorted(tool.items())) for tool in tools]
+        return super().apply_chat_template(
+            conversation, tools=tools, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **kwargs
+        )
 
     def convert_tokens_to_string(self, tokens):
         special = self.added_tokens_encoder
@@ -83,17 +91,18 @@ TEMPLATE = """
 CORPUS = "the rain in Spain stays mainly in the plain; you are a helpful assistant; what is the weather? " * 4
 
 
-def build(folder: Path, template: str = TEMPLATE) -> Path:
-    """Writes the tokenizer to `folder`; load it with trust_remote_code."""
+def build(folder: Path, template: str = TEMPLATE, marker: Path | None = None) -> Path:
+    """Writes the tokenizer to `folder`; load it with trust_remote_code. Its code writes to `marker` when it runs."""
     from tiktoken._educational import bpe_train
 
     folder.mkdir(parents=True, exist_ok=True)
     ranks = bpe_train(CORPUS, vocab_size=300, pat_str=r" ?[A-Za-z]+|[^A-Za-z]+", visualise=None)
-    named = {base64.b64encode(piece).decode(): rank for piece, rank in ranks.items()}
-    (folder / "ranks.json").write_text(json.dumps(named))
-    (folder / "tokenization_standin.py").write_text(CODE)
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks.items()]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    mark = f"open({str(marker)!r}, 'a').write('tokenizer\\n')\n" if marker else ""
+    (folder / "tokenization_standin.py").write_text(CODE + mark)
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 163840}')
-    added = {str(i): {"content": text, "special": True} for i, text in SPECIAL.items()}
+    added = {str(i): {"content": text, "special": "think>" not in text} for i, text in SPECIAL.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "StandInTokenizer", "bos_token": "[BOS]", "eos_token": "[EOS]",
         "auto_map": {"AutoTokenizer": ["tokenization_standin.StandInTokenizer", None]},

@@ -9,10 +9,12 @@ import torch
 
 import engine_helpers as helpers
 import faults
+import serving
 import tiny_models
 from common.capture import CaptureFailed
 from common.capture_points import CapturePoints
 from common.engine import EngineDied, stop_engine
+from common.errors import UserError
 from common.shard_check import verify
 from common.shards import read_log
 
@@ -193,6 +195,18 @@ def test_an_engine_that_falls_silent_ends_the_run_with_its_stacks(engine, points
     assert "break_hang" in log or "write_one" in log
     fault("none")
     assert engine.links.connected()
+
+
+def test_an_exported_drafter_makes_the_engine_capture_its_points(engine, points, folder, tmp_path):
+    """SGLang adds one to the ids of this family; with those of the DeepSeek family the evaluation refuses to report."""
+    drafter = serving.random_drafter(folder, tmp_path / "drafter", points.points)
+    written = json.loads((drafter / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert written == [2, 30, 58]
+    layers = serving.layers_read_back(engine, drafter, list(points.points), tmp_path / "layers.json")
+    assert layers == [3, 31, 59]
+    wrong = serving.random_drafter(folder, tmp_path / "wrong", points.points, serving_ids=[3, 31, 59])
+    with pytest.raises(UserError, match=r"at \[3, 31, 59\], but the engine feeds it those at \[4, 32, 60\]"):
+        serving.layers_read_back(engine, wrong, list(points.points), tmp_path / "wrong.json")
 
 
 def test_arrow_layout_holds_the_same_states(engine, points, tmp_path):

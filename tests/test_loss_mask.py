@@ -118,6 +118,36 @@ def test_standin_multi_turn_with_system_and_tools(standin):
     assert thinks == [(163606, 0), (163607, 1), (163606, 0), (163607, 1)]
 
 
+def test_standin_agent_over_several_rounds(standin):
+    """Two calls in a row, their results, an answer, and a second question: what the model said is supervised, but not
+    the turn whose reasoning is no longer shown, nor the answer that saw it; the model's </think> counts everywhere."""
+    call = {"function": {"name": "weather", "arguments": {"at": "Paris"}}}
+    tool = {"role": "tool", "content": "dry"}
+    messages = [
+        {"role": "system", "content": "Be brief."}, u("rain?"), a("", tool_calls=[call]), tool,
+        a("hm", reasoning_content="twice", tool_calls=[call]), tool, tool, a("no"), u("why?"),
+        a("plain <think>the</think> rain", reasoning_content="because"),
+    ]  # fmt: skip
+    turn, asked = "<|im_assistant|>assistant<|im_middle|><think>", "<|im_user|>user<|im_middle|>"
+    weather = '<|tool_calls_begin|>weather({"at": "Paris"})<|tool_calls_end|><|im_end|>'
+    result = "<|im_system|>tool<|im_middle|>dry<|im_end|>"
+    pieces = [
+        (f"<|im_system|>system<|im_middle|>Be brief.<|im_end|>{asked}rain?<|im_end|>{turn}", 0),
+        (f"</think>{weather}", 1), (f"{result}{turn}", 0),
+        (f"</think>hm{weather}", 0),  # it said "twice</think>hm"
+        (f"{result}{result}{turn}</think>no<|im_end|>", 0), (f"{asked}why?<|im_end|>{turn}", 0),
+        ("because</think>plain <think>the</think> rain<|im_end|>", 1),
+    ]  # fmt: skip
+    found = supervise(standin, messages, "x")
+    check(standin, found, pieces)
+    assert found[2] == {REWRITTEN: 2}
+    supervised = [token for token, on in zip(*found[:2], strict=True) if on]
+    assert (supervised.count(163606), supervised.count(163607)) == (1, 3)
+    assert not loss_mask.has_marks(standin)
+    last = supervise(standin, messages, "x", which="last")
+    check(standin, last, [(text, int(i == len(pieces) - 1)) for i, (text, _) in enumerate(pieces)])
+
+
 def test_standin_without_thinking(standin):
     """`thinking=False` moves `</think>` into the prompt, so it is no longer the model's."""
     pieces = [

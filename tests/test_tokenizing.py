@@ -1,7 +1,10 @@
 """From rows to samples: lengths, vocabulary, skips by reason, processes, fingerprints."""
 
+import json
+
 import numpy as np
 import pytest
+import transformers
 
 from common import embedded_model, tokenizing
 from common.conversations import load_rows, parse_row
@@ -176,6 +179,22 @@ def test_tokenizers_that_cannot_be_had(tmp_path, standin_folder):
         load_tokenizer(str(standin_folder))
     with pytest.raises(UserError, match=r"none\.jinja: the chat template cannot be read"):
         load_tokenizer(str(embedded_model.ensure()), chat_template=tmp_path / "none.jinja")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3", "kimi_k25"])
+def test_a_tokenizer_that_is_code_is_never_replaced_by_another(tmp_path, model_type):
+    """transformers makes a tokenizer of its own out of tiktoken.model where it knows the model type: without a word,
+    with other ids, and without <think>."""
+    folder = build(tmp_path / "target", marker=tmp_path / "ran")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 163840}))
+    for trusted in {"deepseek_v3": (False, True), "qwen3": (False,)}.get(model_type, ()):
+        wrong = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+        assert 163606 not in wrong("the rain <think>")["input_ids"]
+    with pytest.raises(UserError, match="brings its own code; .*--trust-remote-code"):
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=True)
+    assert tokenizer("the rain <think>")["input_ids"][-1] == 163606 and (tmp_path / "ran").exists()
 
 
 def test_fingerprints(smollm2, standin_folder, tmp_path):

@@ -76,8 +76,8 @@ def with_tokenizer_of(source: Path, folder: Path) -> Path:
     return folder
 
 
-def save(config, folder: Path) -> Path:
-    torch.manual_seed(0)
+def save(config, folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,0 +1,162 @@
+"""Kimi-K2.5 in small on one GPU: INT4 experts captured, and drafters in the engine's own EAGLE-3 decoding.
+
+    python -m pytest -m gpu tests/test_kimi_gpu.py        # about ten minutes, most of it engines starting
+
+The miniature (tests/kimi_miniature.py) has the real class, layer count, vocabulary and head sizes. It answers with a
+dozen words only, so that a drafter can learn its replies by heart in a few hundred steps. Without NVIDIA's packages for
+other backends: Triton attention, which every GPU machine with PyTorch has. INT4 experts need `nvcc` (marlin is compiled
+on first use).
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine_helpers as helpers
+import kimi_miniature
+import serving
+import standin_tokenizer
+from common.capture_points import CapturePoints
+from common.shards import ShardReader
+from common.tokenizing import load_tokenizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).resolve().parent.parent
+POINTS = CapturePoints((3, 31, 59), 61)
+ENGINE = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none",
+          "mem_fraction_static": 0.5}  # fmt: skip
+NO_GRAPHS = {"disable_cuda_graph": True}
+TEMPLATE = (
+    "{%- for m in messages -%}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
+)
+WORDS = ["the", "rain", "in", "stays", "mainly", "plain", "are", "a", "helpful", "assistant"]
+TOKENS_A_REPLY = 48
+
+
+def run(script: str, *arguments, expect: int = 0) -> str:
+    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, env=os.environ)
+    assert done.returncode == expect, (done.stdout + done.stderr)[-6000:]
+    return done.stdout + done.stderr
+
+
+def row_errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """For each stored tensor the median over rows of ||found - expected|| / ||expected||."""
+    pairs = zip(found, expected, strict=True)
+    return [((f.float() - e).norm(dim=-1) / e.norm(dim=-1)).median().item() for f, e in pairs]
+
+
+# ---- INT4 experts ----------------------------------------------------------------------------------------------------
+
+
+def test_int4_experts_give_the_states_of_the_dequantised_model(tmp_path):
+    """As near to float32 as transformers is in bfloat16 with the same, unpacked weights. One engine."""
+    folder = kimi_miniature.kimi_k25(tmp_path / "kimi", int4=True, **kimi_miniature.ON_GPU)
+    kimi_miniature.add_remote_code(folder, tmp_path / "ran")
+    samples = helpers.samples_of([40, 200, 90, 17, 64, 128], vocab=kimi_miniature.VOCAB)
+    rows = [{"input_ids": one.input_ids.tolist(), "loss_mask": [1] * len(one.input_ids)} for one in samples]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "states"
+    run("extract.py", "--model", folder, "--data", tmp_path / "rows.jsonl", "--output", out, "--trust-remote-code",
+        "--engine-args", json.dumps(ENGINE))  # fmt: skip
+    info, reader = json.loads((out / "dataset.json").read_text()), ShardReader(out)
+    (checks,) = info["run"]["self_checks"]
+    assert min(checks["first_batch"][0]["bit_equal"].values()) == 1.0 and checks["own_token"]["mismatches"] == 0
+
+    twin = kimi_miniature.as_deepseek_v3(folder, tmp_path / "twin")
+    exact, rounded = (kimi_miniature.reference(twin, POINTS, dtype) for dtype in (torch.float32, torch.bfloat16))
+    found: list[list[float]] = []
+    yardstick, shifted = [], []
+    for record in reader.records:
+        sample = reader.load(record)
+        expected = exact.states(sample.input_ids)
+        found.append(row_errors(sample.states, expected))
+        yardstick.append(row_errors(rounded.states(sample.input_ids), expected))
+        exact.points = CapturePoints((4, 32, 60), 61)
+        shifted.append(row_errors(sample.states, exact.states(sample.input_ids)))
+        exact.points = POINTS
+    for slot, name in enumerate(POINTS.names()):
+        error, usual, other = (statistics.median(each[slot] for each in all) for all in (found, yardstick, shifted))
+        assert error <= 2 * usual, (name, error, usual)
+        assert name == "last state" or error < other / 3, (name, error, other)
+
+
+# ---- drafters in the engine ------------------------------------------------------------------------------------------
+
+
+def write_target(folder: Path, **sizes) -> Path:
+    """A miniature that says WORDS, with a tokenizer and a plain chat template."""
+    standin_tokenizer.build(folder, TEMPLATE)
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=True)
+    says = [token for word in WORDS for token in tokenizer(f" {word}")["input_ids"]]
+    assert len(says) == len(WORDS)
+    return kimi_miniature.kimi_k25(folder, says=says, **sizes)
+
+
+def write_prompts(path: Path, count: int = 24) -> Path:
+    turns = [f"{WORDS[i % 10]} {WORDS[i // 10]} {WORDS[-i % 7]} what is {i}?" for i in range(count)]
+    path.write_text("".join(json.dumps({"turns": [turn], "category": "words"}) + "\n" for turn in turns))
+    return path
+
+
+def learn_by_heart(target: Path, prompts: Path, folder: Path, *engine, steps: int = 300, device: str = "cuda") -> Path:
+    """A drafter trained on what the target answers to these prompts, by extract.py and train_drafter.py."""
+    run("extract.py", "--model", target, "--data", prompts, "--output", folder / "states", "--regenerate",
+        "--max-new-tokens", TOKENS_A_REPLY, "--trust-remote-code", *engine)  # fmt: skip
+    run("train_drafter.py", "--data", folder / "states", "--output", folder / "drafter", "--device", device,
+        "--intermediate-size", 256, "--draft-vocab-size", 512, "--ttt-steps", 4, "--tokens-per-step", 1024,
+        "--learning-rate", 2e-3, "--eval-fraction", 0, "--max-steps", steps, "--tensorboard", "False")  # fmt: skip
+    return folder / "drafter"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return write_target(tmp_path_factory.mktemp("kimi") / "Kimi-miniature", **kimi_miniature.ON_GPU)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+def evaluate(target, prompts, output: Path, *drafters, expect: int = 0, graphs: bool = False) -> tuple[dict, str]:
+    """(report.json, what was printed) of eval_acceptance.py in the engine, parity checked."""
+    engine = json.dumps(ENGINE if graphs else ENGINE | NO_GRAPHS)
+    told = run("eval_acceptance.py", "--drafter", *drafters, "--model", target, "--prompts", prompts, "--check-parity",
+               "--batch-sizes", 8, "--max-new-tokens", TOKENS_A_REPLY, "--output", output, "--trust-remote-code",
+               "--engine-args", engine, expect=expect)  # fmt: skip
+    return json.loads((output / "report.json").read_text()), told
+
+
+def test_a_random_drafter_runs_in_the_engine_and_agrees_offline(target, prompts, tmp_path):
+    """Layers read back from the running model; tau of engine and offline within 3 %. Three engines."""
+    drafter = serving.random_drafter(target, tmp_path / "random", POINTS.points)
+    report, _ = evaluate(target, prompts, tmp_path / "report", drafter)
+    (run_,), (parity,) = report["engine"], report["parity"]["runs"]
+    assert run_["layers_to_capture"] == [3, 31, 59]
+    assert run_["speculative"]["cycles"] > 0 and 1.0 <= run_["speculative"]["tau"] < 1.5
+    assert report["parity"]["agrees"] and abs(parity["gap"]) <= 0.03
+
+
+def test_a_drafter_that_knows_the_replies_is_accepted_as_often_as_offline(target, prompts, tmp_path):
+    """With CUDA graphs, as served. Four engines."""
+    drafter = learn_by_heart(target, prompts, tmp_path, "--engine-args", json.dumps(ENGINE))
+    report, told = evaluate(target, prompts, tmp_path / "report", drafter, graphs=True)
+    (run_,) = report["engine"]
+    assert run_["layers_to_capture"] == [3, 31, 59]
+    assert run_["speculative"]["tau"] > 1.5, told
+    assert report["parity"]["agrees"], told
+
+
+def test_a_drafter_with_the_layer_ids_of_another_family_is_refused(target, prompts, tmp_path):
+    """No figure comes of it. One engine."""
+    drafter = serving.random_drafter(target, tmp_path / "wrong", POINTS.points, serving_ids=[2, 30, 58])
+    _, told = evaluate(target, prompts, tmp_path / "report", drafter, expect=2)
+    assert "trained on the states at [3, 31, 59], but the engine feeds it those at [2, 30, 58]" in told
