@@ -137,7 +137,7 @@ torch.save([data[i] for i in range(len(data))], sys.argv[2])
 
 
 def test_fp8_is_read_by_speculators_itself(samples, tmp_path):
-    """Their dataset over the fp8 reader of hs_connectors: four states in eight bits; fillers where a row has no sample."""
+    """Their dataset over the fp8 reader of hs_connectors: fillers where a row has no sample."""
     out = write(tmp_path / "states", samples, "fp8", "arrow")
     place = installed("0.9.0", "hs-connectors==0.9.0")
     command = [sys.executable, "-c", READ_FP8, str(out), str(tmp_path / "read.pt")]
