@@ -493,6 +493,8 @@ def test_status_and_plan(copied):
     assert "3 missing, 1 damaged" in text and "data_50.pt: missing" in text and "x nothing supervised" in text
 
     assert plan_bytes([1000], 3, 7168) == 1000 * (57_344 + 16) + 8192  # Kimi-K2.5: 57,344 bytes of states a token
+    assert plan_bytes([1000], 3, 7168, "fp8") == 1000 * (3 * (7168 + 4) + 2 * 7168 + 16) + 8192  # 35,852 of states
+    assert plan_bytes([1000], 3, 7168, "fp8", kept=[450]) == 1000 * (3 * 7172 + 16) + 450 * 14_336 + 8192
     lengths = [record.tokens for record in reader.records]
     assert report["bytes"] <= plan_bytes(lengths, 3, 32)
     free = shutil.disk_usage(copied).free
