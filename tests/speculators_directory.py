@@ -7,14 +7,31 @@ hs_connectors' FP8HiddenStatesConnector makes of it, with its own function.
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.test_shards import ENVIRONMENT, installed
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def installed(version: str, *packages: str) -> Path:
+    """speculators of that version alone in build/, without its dependencies; fetched once."""
+    target = Path(__file__).parent.parent / "build" / f"speculators-{version}"
+    if not (target / "speculators" / "train" / "data.py").exists():
+        pip = [sys.executable, "-m", "pip", "install"]
+        if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+            pip = [shutil.which("uv") or "uv", "pip", "install", "--python", sys.executable]
+        wanted = [f"speculators=={version}", *packages]
+        done = subprocess.run([*pip, "--no-deps", "--target", str(target), *wanted], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"speculators {version} cannot be fetched here: {done.stderr.strip()[-300:]}")
+    return target
 
 
 def prepare(folder: Path, model: Path, rows: list[dict]) -> list[dict]:

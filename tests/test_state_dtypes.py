@@ -16,7 +16,7 @@ from common.shard_writing import write_sample
 from common.shards import Record, ShardReader, last_state_rows, token_hash
 from common.state_dtypes import FP8, dequantise, rounded_to_fp8, scale_of, stored_dtypes, to_stored
 from tests import training_fixtures as small
-from tests.test_shards import ENVIRONMENT, installed
+from tests.speculators_directory import ENVIRONMENT, installed
 
 
 def write(folder, samples, dtype="bfloat16", layout="v1", last_state="all", **identity):
@@ -216,6 +216,10 @@ def test_training_and_evaluation_are_the_same_to_the_bit(tmp_path, samples):
     whole = pack_documents([sample._replace(states=states)], 3)
     assert torch.equal(pack_documents([sample], 3).last_states, whole.last_states)
     assert whole.last_states.abs().amax(-1).min() > 0
+    more = mask.clone()
+    more[10] = 1  # its teacher, row 9, was not kept
+    with pytest.raises(UserError, match="document 0: .* row 9 .* was not kept"):
+        pack_documents([sample._replace(loss_mask=more)], 3)
     fewer = sample.states[-1].clone()
     fewer[sample.last_rows[-1]] = 0
     short = pack_documents([sample._replace(states=[*states[:-1], fewer])], 3)
