@@ -40,6 +40,9 @@ class Arguments:
     capture_points: list[int] | None = field(
         default=None, metadata={"help": "layers the drafter reads, where its own config.json is wrong or silent"}
     )
+    data_points: list[int] | None = field(
+        default=None, metadata={"help": "capture points of the states in --data, where another program wrote them"}
+    )
     output: str = field(default="acceptance", metadata={"help": "folder for the report"})
 
     # How it drafts: several values are swept.
@@ -148,17 +151,19 @@ def offline(arguments: Arguments) -> dict:
 
     from common.export import load_drafter
     from common.feed import not_finite
-    from common.offline_eval import check_fit, evaluate, evaluation_target
+    from common.offline_eval import check_fit, evaluate, evaluation_target, points_in_order
     from common.shards import ShardReader
-    from common.target import load_target_parts, model_of
+    from common.target import load_target_parts, model_of, text_config
 
     settings = settings_of(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    reader = ShardReader(arguments.data)
+    reader = ShardReader(arguments.data, arguments.data_points)
     model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data[0]}: no dataset.json names the target model; give --model")
     target = load_target_parts(model)
+    if reader.foreign:
+        points_in_order(reader, text_config(target.config)["num_hidden_layers"])  # complains when nobody names them
     fraction = held_out_fraction(arguments)
     records = choose(arguments, reader.records, fraction)
     points = tuple(arguments.capture_points) if arguments.capture_points else None
@@ -170,7 +175,7 @@ def offline(arguments: Arguments) -> dict:
         drafters.append(drafter)
 
     target = evaluation_target(target, device)
-    results, notes, bad = [], [], {}
+    results, notes, bad = [], list(reader.remarks), {}
 
     def load(record):
         """The sample, or None where its states cannot be used; which and why is in `bad`."""
@@ -185,6 +190,8 @@ def offline(arguments: Arguments) -> dict:
     several = len(settings) > 1
     total = len(records) * len(drafters) * len(settings)
     with Progress("evaluate", total, heartbeat=Path(arguments.output) / "heartbeat.json") as progress:
+        for line in reader.remarks:
+            progress.note("warning: " + line)
         done = 0
         for path, drafter in zip(arguments.drafter, drafters, strict=True):
             too_long = sum(record.tokens > drafter.config.max_position_embeddings for record in records)

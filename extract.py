@@ -67,7 +67,10 @@ class ExtractArguments:
     max_new_tokens: int = option(1024, "longest answer of --regenerate, in tokens")
     # Shards.
     layout: str | None = option(None, "v1 (speculators up to 0.7, default) or arrow (speculators from 0.8 on)")
-    state_dtype: str = option("bfloat16", f"dtype of the stored states: {', '.join(DTYPES)}")
+    state_dtype: str = option(
+        "bfloat16", f"of the stored states: {', '.join(DTYPES)}, or fp8 (capture points in 8 bits, last state bfloat16)"
+    )
+    last_state: str = option("all", "rows that keep their last state: all, or supervised (where training reads it)")
     rows_per_block: int | None = option(None, "rows a folder; default 2000, fewer where replicas would be idle")
     ring_gb: float = option(4.0, "host memory between engine and disk, in GB a tensor-parallel rank; it never grows")
     writers: int = option(4, "threads a tensor-parallel rank that write files")
@@ -109,7 +112,7 @@ def main() -> int:
             samples, _ = tokenize(args, target, read_rows(args), None, None, progress)
         replicas = place_process(args, target["device"], max(target["gpus"], args.tp)).replicas
         gpus = args.tp * replicas
-        plan = plan_of(samples, target, args.state_dtype, args.ring_gb, gpus)
+        plan = plan_of(args, samples, target, gpus)
         training = training_plan(samples, target, plan["bytes"], plan["bytes_per_token"], gpus)
         if args.json:
             print(json.dumps(plan | {"training": training}, indent=1))
@@ -259,6 +262,7 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
     settings = {
         "hidden_size": target["hidden_size"],
         "dtype": args.state_dtype,
+        "last_state": args.last_state,
         "ring_bytes": int(args.ring_gb * 1e9),
         "writers": args.writers,
         "tokens_in_flight": 4 * (chunk_tokens(args, target) or 16384),

@@ -51,9 +51,12 @@ def option(default, text: str):
 @dataclass
 class TrainArguments:
     # What goes in and what comes out.
-    data: list[str] = field(metadata={"help": "Directories of shards that extract.py wrote."})
+    data: list[str] = field(metadata={"help": "Directories of shards that extract.py or speculators wrote."})
     output: str = field(metadata={"help": "Directory of the run and of the drafter; a run found there is continued."})
     model: str | None = option(None, "Target checkpoint, a local directory. Default: the one that the shards name.")
+    data_points: list[int] | None = field(
+        default=None, metadata={"nargs": "+", "help": "Capture points of shards that another program wrote."}
+    )
     init_from: str | None = option(None, "Drafter to start from (SGLang or speculators format); its vocabulary stays.")
     export: str = option("sglang", "Formats of the drafter: 'sglang', or 'speculators' for both (in OUT/speculators).")
     serving_ids: list[int] | None = option(None, "Layer ids for SGLang, for a target family whose rule is not known.")
@@ -141,11 +144,14 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 
     # The target, the samples, and what an earlier run left.
     progress.stage("opening shards and target")
-    reader = ShardReader(arguments.data)
+    reader = ShardReader(arguments.data, arguments.data_points)
+    for line in reader.remarks:
+        note(line)
     model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data}: the shards do not name their target; give --model")
     target = load_target_parts(model)
+    points = points_in_order(reader, text_config(target.config)["num_hidden_layers"])
     training, held_out = split(reader.records, arguments.eval_fraction)
     tokens_per_batch, batches_per_step = batch_plan(arguments.tokens_per_step, arguments.tokens_per_batch, num_ranks)
     if rank == 0 and (unfinished := checkpoints.remove_unfinished(out)):
@@ -169,7 +175,6 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 
     # The drafter and its optimizer.
     progress.stage("building the drafter")
-    points = points_in_order(reader.info, text_config(target.config)["num_hidden_layers"])
     drafter = build_drafter(arguments, target, points, frequencies, found, note)
     check_fit(drafter.config, reader.info, target, reader.load(training[0]), "the drafter", arguments.data[0])
     serving_ids = arguments.serving_ids or serving_ids_for(drafter.config, target.config)  # refuses before any step

@@ -86,7 +86,7 @@ def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, work
     """
 
     def measure(record):
-        ids, mask = (tensor[:max_tokens] for tensor in reader.load(record)[:2])
+        ids, mask = (tensor[:max_tokens] for tensor in reader.tokens(record))
         chosen = ids[mask != 0]
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise UserError(

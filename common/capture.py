@@ -33,7 +33,8 @@ class Capture:
     """One capture session of one replica. Not reusable.
 
     engine: from common.engine.start_engine; run: a shard_run.RunDirectory; points: CapturePoints;
-    settings: hidden_size, dtype (stored), ring_bytes (a rank), writers (threads a rank), tokens_in_flight.
+    settings: hidden_size, dtype and last_state (as extract.py's arguments name them), ring_bytes (a rank), writers
+    (threads a rank), tokens_in_flight.
     on_commit(record) is called for each durable sample, with None for one that was set aside; on_note(line) for what
     a person should read.
     """
@@ -78,7 +79,7 @@ class Capture:
             "points": list(self.points.points),
             "names": self.points.names(),
         }
-        for name in ("hidden_size", "dtype", "ring_bytes", "writers"):
+        for name in ("hidden_size", "dtype", "last_state", "ring_bytes", "writers"):
             settings[name] = self.settings[name]
         for rank in range(self.ranks):
             self.links.send(rank, "begin", **settings)

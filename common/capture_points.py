@@ -69,6 +69,11 @@ class CapturePoints:
             )
         return cls(points, num_layers)
 
+    @classmethod
+    def speculators_default(cls, num_layers: int) -> "CapturePoints":
+        """What speculators 0.5 and later captures through vLLM unless told otherwise; its ids are points."""
+        return cls((2, num_layers // 2, num_layers - 3), num_layers)
+
     def names(self) -> list[str]:
         """What messages call the captured tensors, in stored order: the points and the last state."""
         return [f"point {point}" for point in self.points] + ["last state"]

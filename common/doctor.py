@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.state_dtypes import rounded_to_fp8
+
 LAST = "last state"
 NORMED = ", final norm applied"
 UNRELATED = 0.5  # a median relative error above this is no match: unrelated directions give 1 or more
@@ -40,6 +42,7 @@ class Finding:
     stored_dtype: str
     value_dtype: str  # the narrowest of bfloat16, float16, float32 that holds every value exactly
     bad_values: int  # NaN or infinite
+    rounding: float = 0.0  # median relative error that storing the best match in eight bits alone makes
 
     @property
     def right(self) -> bool:
@@ -73,14 +76,18 @@ def with_normed(references: dict[str, torch.Tensor], weight: torch.Tensor, eps: 
     return {**references, **normed}
 
 
-def examine(claimed: list[str], stored: list[torch.Tensor], references: dict[str, torch.Tensor]) -> list[Finding]:
+def examine(claimed: list[str], stored: list[torch.Tensor], references: dict[str, torch.Tensor],
+            stored_in: list[str] | None = None) -> list[Finding]:  # fmt: skip
     """One Finding for each stored tensor [N, H] (rows of several samples end to end), against references [N, H].
 
     claimed: the names in stored order, "point k" or "last state"; references: by name, see `with_normed`.
+    stored_in: the dtype of each in its file where `stored` is widened: "fp8" errors hold the rounding to eight bits,
+    which is measured on the best match and left out where two candidates are weighed against each other.
     Tensors of another width match nothing (found is None, error infinite).
     """
     findings = []
-    for name, tensor in zip(claimed, stored, strict=True):
+    dtypes = stored_in or [str(tensor.dtype).removeprefix("torch.") for tensor in stored]
+    for name, tensor, dtype in zip(claimed, stored, dtypes, strict=False):
         usable = tensor.isfinite().all(-1)
         medians = {
             label: float(relative_errors(tensor[usable], reference[usable]).median())
@@ -92,7 +99,10 @@ def examine(claimed: list[str], stored: list[torch.Tensor], references: dict[str
         error = medians[best] if best else float("inf")
         second = ranked[1] if len(ranked) > 1 else None
         matches = best is not None and error < UNRELATED
-        cosine = float("nan")
+        cosine, rounding = float("nan"), 0.0
+        if best and dtype == "fp8":
+            whole = references[best][usable]
+            rounding = float(relative_errors(rounded_to_fp8(whole), whole).median())
         if best:
             pair = tensor[usable].float(), references[best][usable].float()
             cosine = float(torch.nn.functional.cosine_similarity(*pair, dim=-1).median())
@@ -105,13 +115,24 @@ def examine(claimed: list[str], stored: list[torch.Tensor], references: dict[str
                 runner_up=second,
                 runner_up_error=medians[second] if second else None,
                 cosine=cosine,
-                certain=matches and (second is None or error <= CLEAR * medians[second]),
-                stored_dtype=str(tensor.dtype).removeprefix("torch."),
+                certain=matches
+                and (second is None or clearly_nearer(beyond(error, rounding), beyond(medians[second], rounding))),
+                stored_dtype=dtype,
                 value_dtype=value_dtype(tensor),
                 bad_values=int((~tensor.isfinite()).sum()),
+                rounding=rounding,
             )
         )
     return findings
+
+
+def clearly_nearer(error: float, second: float) -> bool:
+    return error < second and error <= CLEAR * second
+
+
+def beyond(error: float, rounding: float) -> float:
+    """What is left of a relative error without a rounding that is independent of the rest of it."""
+    return max(error**2 - rounding**2, 0.0) ** 0.5
 
 
 def conclusions(findings: list[Finding], stored_width: int, model_width: int, model_dtype: str) -> list[str]:
@@ -159,7 +180,8 @@ def conclusions(findings: list[Finding], stored_width: int, model_width: int, mo
         if finding.bad_values:
             out.append(f"{finding.claimed} holds {finding.bad_values} values that are NaN or infinite")
     fitting = (model_dtype, "bfloat16")
-    wrong_dtype = [f for f in findings if f.stored_dtype != model_dtype or f.value_dtype not in fitting]
+    in_full = [f for f in findings if f.stored_dtype != "fp8"]  # eight bits are chosen, and named in the report
+    wrong_dtype = [f for f in in_full if f.stored_dtype != model_dtype or f.value_dtype not in fitting]
     if wrong_dtype:
         kinds = sorted({f"{f.stored_dtype} with {f.value_dtype} values" for f in wrong_dtype})
         names = ", ".join(f.claimed for f in wrong_dtype)

@@ -19,12 +19,14 @@ from common.recapture import TokenRow, by_engine, by_transformers, model_dtype
 from common.target import load_target_parts, text_config
 
 DEFAULT_SAMPLES = 4
-Stored = namedtuple("Stored", "input_ids loss_mask states")  # int64 [L], int64 [L], list of [L, H]
+Stored = namedtuple("Stored", "input_ids loss_mask states last_rows dtypes")
+Stored.__doc__ = """input_ids, loss_mask int64 [L]; states: P+1 tensors [L, H]; last_rows as in shards.Sample; dtypes:
+what each state is stored in, where `states` are widened."""
 
 
 def diagnose(arguments) -> int:
     """Prints what is stored, what it should be and what is wrong; writes report.json. Returns 1 when anything is."""
-    stored, info = read_stored(Path(arguments.diagnose), arguments.max_samples or DEFAULT_SAMPLES)
+    stored, info, foreign = read_stored(Path(arguments.diagnose), arguments.max_samples or DEFAULT_SAMPLES)
     model = arguments.model or info.get("model")
     if model is None:
         raise UserError(f"{arguments.diagnose}: nothing names the target model; give --model")
@@ -32,8 +34,9 @@ def diagnose(arguments) -> int:
     layers, width = text_config(target.config)["num_hidden_layers"], target.norm.shape[0]
     claim = arguments.capture_points or info.get("capture_points")
     if claim is None:
-        claim = CapturePoints.default(layers).points
-        print(f"no dataset.json says which points these are; taking the default {list(claim)} (--capture-points)")
+        usual = CapturePoints.speculators_default if foreign == "arrow" else CapturePoints.default
+        claim = usual(layers).points
+        print(f"no dataset.json says which points these are; taking the usual {list(claim)} (--capture-points)")
     claim = [int(point) for point in claim]
     if len(stored[0].states) != len(claim) + 1:
         raise UserError(
@@ -54,7 +57,12 @@ def diagnose(arguments) -> int:
         references = capture_references(arguments, model, target, stored, claim, layers)
         references = doctor.with_normed(references, target.norm, target.eps)
         tensors = [torch.cat([sample.states[i] for sample in stored]) for i in range(len(names))]
-        findings = doctor.examine(names, tensors, references)
+        findings = doctor.examine(names[:-1], tensors[:-1], references, stored[0].dtypes)
+        kept = torch.cat([rows_kept(sample) for sample in stored])  # the last state may be stored at some rows only
+        of_kept = {name: reference[kept] for name, reference in references.items()}
+        findings += doctor.examine(names[-1:], [tensors[-1][kept]], of_kept, stored[0].dtypes[-1:])
+        if not kept.all():
+            print(f"the last state is stored at {int(kept.sum()):,} of {len(kept):,} rows and compared there")
         wrong = doctor.conclusions(findings, found_width, width, model_dtype(target.config))
         content["head_agreement"] = last_state_readings(target, stored)
     content.update(findings=[vars(finding) for finding in findings], conclusions=wrong)
@@ -90,6 +98,14 @@ def capture_references(arguments, model, target, stored, claim, layers) -> dict[
     return references
 
 
+def rows_kept(sample: Stored) -> torch.Tensor:
+    """bool [L]: rows at which the last state is stored."""
+    kept = torch.ones(len(sample.input_ids), dtype=torch.bool)
+    if sample.last_rows is not None:
+        kept.zero_()[sample.last_rows] = True
+    return kept
+
+
 def last_state_readings(target, stored, most_rows: int = 512) -> dict[str, float]:
     """`doctor.head_agreement` on supervised tokens: does norming the last state give the text that follows?"""
     last, following = [], []
@@ -103,18 +119,28 @@ def last_state_readings(target, stored, most_rows: int = 512) -> dict[str, float
     return doctor.head_agreement(last, target.lm_head, target.norm, target.eps, following)
 
 
-def read_stored(folder: Path, count: int) -> tuple[list[Stored], dict]:
-    """(`count` samples spread over the directory, dataset.json or {}): ours, speculators' or SpecForge's files."""
+def read_stored(folder: Path, count: int) -> tuple[list[Stored], dict, str | None]:
+    """(`count` samples spread over the directory, dataset.json or {}, None or whose files they are): ours, speculators'
+    ("arrow" or "v1") or SpecForge's."""
     specforge = sorted(folder.rglob("data_*.ckpt")) if folder.is_dir() else []
     if specforge:
         chosen = specforge[:: max(1, len(specforge) // count)][:count]
-        return [read_specforge(path) for path in chosen], {}
+        return [read_specforge(path) for path in chosen], {}, "specforge"
     from common.shards import ShardReader
 
     reader = ShardReader(folder)
     chosen = reader.records[:: max(1, len(reader.records) // count)][:count]
-    samples = [reader.load(record) for record in chosen]
-    return [Stored(s.input_ids, s.loss_mask, list(s.states)) for s in samples], reader.info
+    for line in reader.remarks:
+        print(line)
+    foreign = None
+    if reader.foreign:
+        foreign = "arrow" if chosen[0].path.suffix == ".safetensors" else "v1"
+    stored = []
+    for record in chosen:
+        sample = reader.load(record)
+        states, dtypes = list(sample.states), reader.stored_dtypes(record)
+        stored.append(Stored(sample.input_ids, sample.loss_mask, states, sample.last_rows, dtypes))
+    return stored, reader.info, foreign
 
 
 def read_specforge(path: Path) -> Stored:
@@ -126,7 +152,9 @@ def read_specforge(path: Path) -> Stored:
         ids, mask = saved["input_ids"].flatten(), saved["loss_mask"].flatten()
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise UserError(f"{path}: not a readable SpecForge sample ({type(error).__name__}: {error})") from None
-    return Stored(ids.to(torch.int64), mask.to(torch.int64), [*aux.split(last.shape[1], dim=1), last])
+    states = [*aux.split(last.shape[1], dim=1), last]
+    dtypes = [str(state.dtype).removeprefix("torch.") for state in states]
+    return Stored(ids.to(torch.int64), mask.to(torch.int64), states, None, dtypes)
 
 
 def show(arguments, content: dict, findings: list, samples: int) -> None:
@@ -136,6 +164,8 @@ def show(arguments, content: dict, findings: list, samples: int) -> None:
         second = "-" if f.runner_up is None else f"{f.runner_up} {f.runner_up_error:.2%}"
         verdict = "right" if f.right else f"is {f.found}" if f.found else "matches nothing"
         dtype = f.stored_dtype if f.stored_dtype == f.value_dtype else f"{f.stored_dtype} ({f.value_dtype} values)"
+        if f.rounding:
+            dtype = f"{f.stored_dtype}, rounds by {f.rounding:.2%}"
         rows.append([f.claimed, verdict, f"{f.error:.2%}", claimed, second, f"{f.cosine:.4f}", dtype])
     header = ["stored as", "verdict", "distance", "distance to its claim", "next best", "cosine", "precision"]
     if rows:

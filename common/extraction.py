@@ -15,22 +15,31 @@ from common.conversations import hash_of, load_rows
 from common.engine import available_device, parse_engine_arguments, require_known_architecture
 from common.errors import UserError
 from common.placement import Job, Placement, place
+from common.plan import last_rows_kept
 from common.shard_check import bytes_per_token, plan_bytes, require_disk
 from common.shard_run import Skipped
 from common.target import checkpoint_folder, load_config, text_config
 from common.tokenizing import load_tokenizer, one_row_per_turn, tokenize_rows, tokenizer_fingerprint
 
 DTYPES = ("bfloat16", "float16", "float32")
+STATE_DTYPES = (*DTYPES, "fp8")
 
 
 def read_target(args) -> dict:
     """Everything about the target that needs no weights; complaints about arguments come from here."""
-    for name, allowed in (("device", ("auto", "cuda", "cpu")), ("dtype", ("auto", *DTYPES)), ("state_dtype", DTYPES)):
+    choices = {"device": ("auto", "cuda", "cpu"), "dtype": ("auto", *DTYPES), "state_dtype": STATE_DTYPES}
+    choices["last_state"] = ("all", "supervised")
+    for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected one of {', '.join(allowed)}")
     for name in ("ring_gb", "writers", "tp", "chunk_tokens", "rows_per_block", "max_new_tokens"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above zero")
+    if args.last_state == "supervised" and args.layout == "arrow":
+        raise UserError(
+            "--last-state supervised with --layout arrow: speculators expects the last state of every row; "
+            "use --last-state all, or --layout v1"
+        )
     if args.regenerate and args.supervise == "each":
         raise UserError("--supervise each with --regenerate: regenerate first, then extract from OUTPUT/chats.jsonl")
     folder = checkpoint_folder(args.model, args.revision)
@@ -94,6 +103,8 @@ def identity(args, target: dict) -> dict:
         "engine_arguments": {"device": target["device"], **target["engine_arguments"]},
         "seed": args.seed,
     }
+    if args.last_state != "all":
+        fields["last_state_rows"] = args.last_state
     if args.regenerate:
         fields["regenerated"] = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     return fields
@@ -151,9 +162,10 @@ def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, pr
     for sample in result.rows:
         run_directory.check_row(sample.index, sample.row_hash)
     pending = set(run_directory.pending())
-    lengths = [len(sample.input_ids) for sample in result.rows if sample.index in pending]
-    points = len(target["points"].points)
-    require_disk(out, plan_bytes(lengths, points, target["hidden_size"], args.state_dtype), args.force)
+    to_do = [sample for sample in result.rows if sample.index in pending]
+    lengths, kept = [len(sample.input_ids) for sample in to_do], last_rows_kept(args.last_state, to_do)
+    sizes = (len(target["points"].points), target["hidden_size"], args.state_dtype, run_directory.layout)
+    require_disk(out, plan_bytes(lengths, *sizes, kept), args.force)
     check_ring(args, target, lengths)
     return result.rows, pending
 

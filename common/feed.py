@@ -151,7 +151,8 @@ class Feed:
         self._checked.add(record.path)
         length = self.schedule.budget.tokens
         states = [state[:length] for state in sample.states]
-        return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record), None
+        rows = None if sample.last_rows is None else sample.last_rows[sample.last_rows < length]
+        return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record, rows), None
 
 
 def read_sample(reader: ShardReader, record, check: bool) -> tuple[Sample | None, str | None]:

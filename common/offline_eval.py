@@ -230,7 +230,22 @@ def check_fit(drafter: DrafterConfig, info: dict, target: TargetParts, sample, n
         differ("norm option: the last state is read as", "pre-norm", f"{last!r} (see --diagnose)")
 
 
-def points_in_order(info: dict, num_layers: int) -> CapturePoints:
-    """Capture points that the shards claim; the default of the target where another program wrote no dataset.json."""
-    points = info.get("capture_points")
-    return CapturePoints(tuple(points), num_layers) if points else CapturePoints.default(num_layers)
+def points_in_order(reader, num_layers: int) -> CapturePoints:
+    """Capture points of a ShardReader's states: what dataset.json says, or the caller where another program wrote them.
+
+    Raises UserError where nobody says: the wrong guess costs most of the acceptance, and nothing would show it.
+    """
+    points = reader.info.get("capture_points")
+    if points is None:
+        usual = ""
+        if num_layers >= 7:
+            new, old = CapturePoints.speculators_default(num_layers), CapturePoints.default(num_layers)
+            usual = (
+                f"; for {num_layers} layers speculators' default is {' '.join(map(str, new.points))} (0.5 and later) "
+                f"or {' '.join(map(str, old.points))} (before)"
+            )
+        raise UserError(
+            f"{(reader.foreign or ['the shards'])[0]}: nothing says which layers these states are; name them with "
+            f"--data-points{usual}"
+        )
+    return CapturePoints(tuple(points), num_layers)

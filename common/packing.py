@@ -35,6 +35,7 @@ class Document(Protocol):
     input_ids: torch.Tensor  # [L] int64
     loss_mask: torch.Tensor  # [L] int64, 1 where supervised
     states: Sequence[torch.Tensor]  # P capture points, then the last state (pre-norm): P+1 tensors [L, H_target]
+    # and, where only some rows of the last state were kept, last_rows: int64 [R]
 
 
 @dataclass
@@ -172,6 +173,7 @@ def pack_documents(
 
         s = torch.nonzero(document.loss_mask[2:] != 0).flatten() + 2  # [r] predicted tokens
         theirs = slice(prediction, prediction + s.shape[0])
+        require_kept(number, document, s - 1)
         batch.last_states[theirs] = document.states[-1][s - 1]
         batch.predicted_ids[theirs] = ids[s]
         number_of_query = torch.zeros(length, dtype=torch.int64)
@@ -186,6 +188,18 @@ def pack_documents(
         )
         row, query, prediction = row + length, query + t.shape[0], prediction + s.shape[0]
     return batch
+
+
+def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
+    """UserError when the last state is read at a row where it was not kept: it would be a teacher of zeros."""
+    if (kept := getattr(document, "last_rows", None)) is None:
+        return
+    missing = rows[~torch.isin(rows, kept)]
+    if len(missing):
+        raise UserError(
+            f"document {number}: the last state of row {int(missing[0])} (and {len(missing) - 1} more) was not kept "
+            f"(--last-state supervised), but is asked for; extract again with --last-state all, or keep the loss mask"
+        )
 
 
 def _blank(

@@ -1,34 +1,49 @@
 """The arithmetic of an extraction before it is run: tokens, bytes, host memory, time. Called by `extract.py --plan`."""
 
+import numpy as np
+
 from common.progress import duration
-from common.shard_check import bytes_per_token, plan_bytes
+from common.shard_check import last_state_bytes, plan_bytes, point_bytes
 from common.target import text_config
 
 H200_TFLOPS = 790.0  # dense bf16 matrix products, measured on one H200
 MEASURED_SHARE = 0.56  # of that, reached by plain prefill at Kimi-K2.5 dimensions (7,300 tokens/s of 13,000)
 
 
-def plan_of(samples: list, target: dict, state_dtype: str, ring_gb: float, gpus: int) -> dict:
-    """Figures of capturing `samples` (tokenized rows): counts, bytes, and seconds on `gpus` H200s."""
+def plan_of(args, samples: list, target: dict, gpus: int) -> dict:
+    """Figures of capturing `samples` (tokenized rows) with extract.py's arguments: counts, bytes, and seconds on `gpus`
+    H200s. `bytes_per_token` is an average where the last state is kept at some rows only."""
     lengths = [len(sample.input_ids) for sample in samples]
     points, hidden = len(target["points"].points), target["hidden_size"]
+    layout, kept = args.layout or "v1", last_rows_kept(args.last_state, samples)
+    kept_share = sum(kept) / sum(lengths)
+    last = last_state_bytes(hidden, args.state_dtype, layout)
     active = active_parameters(target["config"])
     floor = sum(lengths) * 2 * active / (H200_TFLOPS * 1e12) / gpus
+    nbytes = plan_bytes(lengths, points, hidden, args.state_dtype, layout, kept)
     return {
         "samples": len(samples),
         "tokens": sum(lengths),
         "supervised_tokens": int(sum(int(sample.loss_mask.sum()) for sample in samples)),
         "longest": max(lengths),
         "capture_points": list(target["points"].points),
-        "bytes_per_token": bytes_per_token(points, hidden, state_dtype),
-        "bytes": plan_bytes(lengths, points, hidden, state_dtype),
-        "host_memory_bytes": int(gpus * ring_gb * 1e9),
+        "bytes_per_token": round(point_bytes(points, hidden, args.state_dtype) + kept_share * last),
+        "last_state_share": round(kept_share, 4),
+        "bytes": nbytes,
+        "host_memory_bytes": int(gpus * args.ring_gb * 1e9),
         "active_parameters": active,
         "gpus": gpus,
         "floor_seconds_h200": floor,
         "expected_seconds_h200": floor / MEASURED_SHARE,
-        "write_gb_per_second": plan_bytes(lengths, points, hidden, state_dtype) / (floor / MEASURED_SHARE) / 1e9,
+        "write_gb_per_second": nbytes / (floor / MEASURED_SHARE) / 1e9,
     }
+
+
+def last_rows_kept(last_state: str, samples: list) -> list[int]:
+    """Rows of each sample at which its last state is stored under --last-state (`shards.last_state_rows`)."""
+    if last_state == "all":
+        return [len(sample.input_ids) for sample in samples]
+    return [int((np.asarray(sample.loss_mask)[1:] != 0).sum()) for sample in samples]
 
 
 def plan_text(plan: dict) -> str:
@@ -36,7 +51,8 @@ def plan_text(plan: dict) -> str:
         [
             f"{plan['samples']:,} samples, {plan['tokens']:,} tokens ({plan['supervised_tokens']:,} supervised), "
             f"longest {plan['longest']:,}; capture points {plan['capture_points']} and the last state",
-            f"disk: {plan['bytes'] / 1e9:,.3f} GB ({plan['bytes_per_token']:,} bytes a token); host memory: "
+            f"disk: {plan['bytes'] / 1e9:,.3f} GB ({plan['bytes_per_token']:,} bytes a token, the last state at "
+            f"{plan['last_state_share']:.0%} of them); host memory: "
             f"{plan['host_memory_bytes'] / 1e9:g} GB of ring, {plan['gpus']} x --ring-gb",
             f"prefill of {plan['active_parameters'] / 1e9:.3g} B active parameters on {plan['gpus']} H200: "
             f"{duration(plan['floor_seconds_h200'])} by arithmetic, about "

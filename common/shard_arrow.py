@@ -46,13 +46,15 @@ def write_arrow_dataset(out: Path, committed: dict[int, Record], rows: int, rows
             enable_progress_bars()
 
     with safe_open(next(iter(committed.values())).path, "pt") as file:
-        states = file.get_slice("hidden_states")
-        _, num_states, hidden = states.get_shape()
-        zeros = list(torch.zeros(num_states, 1, hidden, dtype=states[:1].dtype))
+        _, num_states, hidden = file.get_slice("hidden_states").get_shape()
+        dtype, scales = file.get_slice("hidden_states")[:1].dtype, None
+    zeros = [torch.zeros(1, hidden, dtype=dtype) for _ in range(num_states)]
+    if dtype == torch.float8_e4m3fn:
+        zeros[-1], scales = zeros[-1].to(torch.bfloat16), torch.ones(1, num_states - 1)
     filler, token = temporary / "filler", torch.zeros(1, dtype=torch.int64)
     with open(filler, "wb", buffering=0) as file:
         sink = HashingFile(file.fileno())
-        write_safetensors(sink, token, token, zeros, {"placeholder": "this source row has no sample"})
+        write_safetensors(sink, token, token, zeros, scales, {"placeholder": "this source row has no sample"})
         sink.finish()
     for index in range(rows):
         if index not in committed:

@@ -3,7 +3,7 @@
     verification = verify(out, repair=False, threads=8, progress=None)   # every byte; .clean, .lines(), .as_dict()
     report = status(out)                                                 # dict for --json; reads names and sizes only
     print(status_text(report))                                           # for people
-    plan_bytes(lengths, num_points, hidden_size, dtype="bfloat16")       # bytes on disk of these samples
+    plan_bytes(lengths, num_points, hidden_size, dtype, layout, kept)    # bytes on disk of these samples
     require_disk(out, need_bytes, force=False)                           # UserError when they do not fit
 """
 
@@ -37,7 +37,7 @@ from common.shards import (
     sample_path,
 )
 
-BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}  # fp8: see point_bytes, last_state_bytes
 FILE_OVERHEAD_BYTES = 8192  # zip directory or JSON header, pickle, and the last half-filled disk block
 IDLE_SECONDS = 60.0  # a gap between commits counts at most this much: the pause between two runs is not slow capture
 
@@ -175,7 +175,8 @@ def status(out: str | os.PathLike) -> dict[str, Any]:
     rows, committed, set_aside, skipped, missing (none of the three), damaged (file missing or of another size; these
     are not in committed); tokens, supervised_tokens, bytes of the committed; samples_per_second and tokens_per_second
     over the time between commits (pauses count at most a minute), eta_seconds for the missing and damaged; running;
-    skips_by_reason, set_aside_by_reason; damaged_files (first 20); disk_free_bytes; layout, model.
+    skips_by_reason, set_aside_by_reason; damaged_files (first 20); disk_free_bytes; model, layout, dtype,
+    last_state_rows.
     """
     out = Path(out)
     info = need_info(out)
@@ -209,6 +210,8 @@ def status(out: str | os.PathLike) -> dict[str, Any]:
         "directory": str(out),
         "model": info.get("model"),
         "layout": info["layout"],
+        "dtype": info.get("dtype"),
+        "last_state_rows": info.get("last_state_rows", "all"),
         "rows": rows,
         "committed": len(committed),
         "set_aside": len(set_aside),
@@ -249,9 +252,11 @@ def status_text(report: dict[str, Any]) -> str:
     """The report of `status` for people."""
     rate, eta = report["samples_per_second"], report["eta_seconds"]
     running = "running" if report["running"] else "not running"
+    kept = "" if report["last_state_rows"] == "all" else f", the last at {report['last_state_rows']} rows"
     speed = f"{rate:.2f} samples/s, {report['tokens_per_second']:,.0f} tokens/s" if rate else "not known yet"
     lines = [
-        f"{report['directory']}: {report['model']}, layout {report['layout']}, {running}",
+        f"{report['directory']}: {report['model']}, {report['dtype']} states{kept}, layout {report['layout']}, "
+        f"{running}",
         f"rows       {report['rows']:,}: {report['committed']:,} committed, {report['missing']:,} missing, "
         f"{report['damaged']:,} damaged, {report['set_aside']:,} set aside, {report['skipped']:,} skipped",
         f"tokens     {report['tokens']:,}, of them {report['supervised_tokens']:,} supervised",
@@ -276,15 +281,40 @@ def duration(seconds: float) -> str:
     return f"{hours}h {minutes:02}m {seconds:02}s" if hours else f"{minutes}m {seconds:02}s"
 
 
-def bytes_per_token(num_points: int, hidden_size: int, dtype: str = "bfloat16") -> int:
-    """Bytes of states a token: the capture points and the last state. Kimi-K2.5, 3 points: 4 x 7168 x 2 = 57,344."""
-    return (num_points + 1) * hidden_size * BYTES_PER_ELEMENT[dtype]
+def point_bytes(num_points: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of the states at the capture points a token. fp8: a byte an element and a float32 scale a point."""
+    return num_points * (hidden_size + 4 if dtype == "fp8" else hidden_size * BYTES_PER_ELEMENT[dtype])
 
 
-def plan_bytes(lengths: Iterable[int], num_points: int, hidden_size: int, dtype: str = "bfloat16") -> int:
-    """Bytes on disk of samples of these lengths (tokens): states, 16 bytes a token of ids and mask, overhead a file."""
-    per_token = bytes_per_token(num_points, hidden_size, dtype) + 16
-    return sum(length * per_token + FILE_OVERHEAD_BYTES for length in lengths)
+def last_state_bytes(hidden_size: int, dtype: str, layout: str = "v1") -> int:
+    """Bytes of the last state at one row. fp8: bfloat16, which layout arrow has beside the codes its reader wants."""
+    if dtype != "fp8":
+        return hidden_size * BYTES_PER_ELEMENT[dtype]
+    return 2 * hidden_size + (point_bytes(1, hidden_size, dtype) if layout == "arrow" else 0)
+
+
+def bytes_per_token(num_points: int, hidden_size: int, dtype: str = "bfloat16", layout: str = "v1") -> int:
+    """Bytes of states a token: the capture points and the last state. Kimi-K2.5, 3 points: 4 x 7168 x 2 = 57,344; in
+    fp8 3 x (7168 + 4) + 2 x 7168 = 35,852."""
+    return point_bytes(num_points, hidden_size, dtype) + last_state_bytes(hidden_size, dtype, layout)
+
+
+def plan_bytes(
+    lengths: Iterable[int],
+    num_points: int,
+    hidden_size: int,
+    dtype: str = "bfloat16",
+    layout: str = "v1",
+    kept: Iterable[int] | None = None,
+) -> int:
+    """Bytes on disk of samples of these lengths (tokens): states, 16 bytes a token of ids and mask, overhead a file.
+
+    kept: rows of each sample at which the last state is stored; default: all.
+    """
+    lengths = list(lengths)
+    per_token, per_row = point_bytes(num_points, hidden_size, dtype) + 16, last_state_bytes(hidden_size, dtype, layout)
+    rows = sum(lengths if kept is None else kept)
+    return sum(lengths) * per_token + rows * per_row + len(lengths) * FILE_OVERHEAD_BYTES
 
 
 def require_disk(out: str | os.PathLike, need_bytes: int, force: bool = False, margin: float = 0.02) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from common.errors import UserError
-from common.shards import TEMPORARY, read_log, sample_path, to_line
+from common.shards import TEMPORARY, last_state_rows, read_log, sample_path, to_line
 
 if TYPE_CHECKING:
     import torch
@@ -102,13 +102,17 @@ def write_sample(
     states: "Sequence[torch.Tensor]",
     layout: str = "v1",
     rows_per_block: int = 2000,
+    scales: "torch.Tensor | None" = None,
+    last_state: str = "all",
 ) -> Written:
     """Write the file of source row `index` (temporary name, fsync, rename) and return its size and hash.
 
     input_ids, loss_mask: [L] int64 or lists; states: P+1 contiguous CPU tensors [L, H] of one dtype, capture points in
     order, the last state (pre-norm) at the end. They may be views of a larger (pinned) arena: only their own memory is
-    stored, and it is not copied. The sample does not exist before its record is committed. Raises `DiskFull` or another
-    UserError with the temporary file removed; ValueError for states of wrong shape.
+    stored, and it is not copied. scales: float32 [L, P], when the points are float8_e4m3fn codes and the last state is
+    bfloat16 (common/state_dtypes.py). last_state: "all", or "supervised" to keep only `last_state_rows` of it (v1).
+    The sample does not exist before its record is committed. Raises `DiskFull` or another UserError with the temporary
+    file removed; ValueError for states of wrong shape.
     """
     import torch
 
@@ -124,6 +128,11 @@ def write_sample(
     if length == 0 or len(loss_mask) != length:
         raise ValueError(f"row {index}: {length} tokens with a loss mask of {len(loss_mask)}")
 
+    if (scales is None) == (states[0].dtype == torch.float8_e4m3fn):
+        raise ValueError(f"row {index}: eight-bit states and scales go together")
+    if layout == "arrow" and last_state != "all":
+        raise ValueError(f"row {index}: layout arrow has the last state of every row")
+
     path = sample_path(Path(out), index, layout, rows_per_block)
     temporary = temporary_name(path)
     try:
@@ -135,9 +144,12 @@ def write_sample(
         file = HashingFile(descriptor)
         if layout == "v1":
             own = [own_storage(state) for state in states]
-            torch.save({"input_ids": input_ids, "loss_mask": loss_mask, "hidden_states": own}, file)
+            if last_state == "supervised":
+                own[-1] = own[-1][last_state_rows(loss_mask)]  # [R, H]
+            content = {"input_ids": input_ids, "loss_mask": loss_mask, "hidden_states": own}
+            torch.save(content | ({} if scales is None else {"scales": scales.contiguous().clone()}), file)
         else:
-            write_safetensors(file, input_ids, loss_mask, states)
+            write_safetensors(file, input_ids, loss_mask, states, scales)
         written = file.finish()
         os.replace(temporary, path)
     except BaseException as error:
@@ -164,11 +176,14 @@ def write_safetensors(
     input_ids: "torch.Tensor",
     loss_mask: "torch.Tensor",
     states: "Sequence[torch.Tensor]",
+    scales: "torch.Tensor | None" = None,
     metadata: dict[str, str] | None = None,
     rows_at_once: int = 256,
 ) -> None:
     """safetensors with hidden_states [L, P+1, H], token_ids [L] and loss_mask [L], streamed.
 
+    With scales [L, P] it is what hs_connectors' FP8Transfer reads: all P+1 states are float8_e4m3fn, with
+    hidden_states_scales float32 [L, P+1, 1]; the last state is there in bfloat16, too, as last_state [L, H].
     The states arrive as P+1 tensors [L, H] and are interleaved `rows_at_once` rows at a time, so that no second copy of
     a sample exists; safetensors' own writer needs the whole stack in memory. Format: 8 bytes little-endian header
     length, JSON header, then the tensors' bytes.
@@ -176,25 +191,31 @@ def write_safetensors(
     import torch
 
     length, hidden = states[0].shape
-    dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[states[0].dtype]
-    state_bytes = length * len(states) * hidden * states[0].element_size()
+    wanted = [("token_ids", "I64", [length], input_ids), ("loss_mask", "I64", [length], loss_mask)]
+    if scales is not None:
+        from common.state_dtypes import FP8, scale_of, to_stored
+
+        last, largest = to_stored(states[-1], FP8)
+        every = torch.cat((scales, scale_of(largest)[:, None]), dim=1)[:, :, None]  # [L, P+1, 1]
+        wanted.append(("hidden_states_scales", "F32", [length, len(states), 1], every))
+        wanted.append(("last_state", "BF16", [length, hidden], states[-1]))
+        states = [*states[:-1], last]
+    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
+    wanted.append(("hidden_states", names[states[0].dtype], [length, len(states), hidden], None))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
     offset = 0
-    for name, kind, shape, size in (
-        ("token_ids", "I64", [length], 8 * length),
-        ("loss_mask", "I64", [length], 8 * length),
-        ("hidden_states", dtype, [length, len(states), hidden], state_bytes),
-    ):
+    for name, kind, shape, tensor in wanted:
+        size = len(states) * states[0].nbytes if tensor is None else tensor.nbytes
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    file.write(input_ids.numpy())
-    file.write(loss_mask.numpy())
+    for _, _, _, tensor in wanted[:-1]:
+        file.write(tensor.contiguous().view(torch.uint8).numpy())
+    states = [state.view(torch.uint8) for state in states]  # not every operation knows eight-bit floats
     for first in range(0, length, rows_at_once):
-        rows = torch.stack([state[first : first + rows_at_once] for state in states], dim=1)  # [rows, P+1, H]
-        file.write(rows.view(torch.uint8).numpy())
+        file.write(torch.stack([state[first : first + rows_at_once] for state in states], dim=1).numpy())
 
 
 # ---- append-only logs ----------------------------------------------------------------------------------------------

@@ -6,11 +6,14 @@
       sample_lengths.json        {"0": 2103, ...}: tokens of every committed sample
       .lock, .writers.lock       held (flock) by the run that writes here, and by the processes that write its files
       rows_0-2000/               layout "v1"
-        data_17.pt               input_ids, loss_mask int64 [L]; hidden_states: list of P+1 tensors [L, H]
+        data_17.pt               input_ids, loss_mask int64 [L]; hidden_states: list of P+1 tensors [L, H]; under
+                                 --state-dtype fp8 also scales [L, P], and under --last-state supervised only the
+                                 `last_state_rows` of the last of them
         manifest.jsonl           one line a committed (or set aside) sample; a sample exists when its line does
         sample_lengths.json      the same global mapping
       hidden_states/             layout "arrow" (the manifests stay in rows_A-B/)
-        hs_17.safetensors        hidden_states [L, P+1, H], token_ids [L], loss_mask [L]
+        hs_17.safetensors        hidden_states [L, P+1, H], token_ids [L], loss_mask [L]; under fp8 also
+                                 hidden_states_scales [L, P+1, 1], last_state [L, H]
       data-*.arrow, state.json, dataset_info.json     layout "arrow", written by `RunDirectory.finish()`
 
 The number in a file name is the row of the source data. The last of the P+1 states is the residual stream after all
@@ -20,11 +23,13 @@ layers, before the final norm. Training and offline evaluation read here and imp
     reader.info                                  # dataset.json as a dict
     reader.records                               # list of Record, committed only, sorted by index
     reader.load(record, verify=False)            # Sample(input_ids, loss_mask, states, record), memory-mapped
+    reader.tokens(record)                        # (input_ids, loss_mask) alone, without reading a state
 
 The other three files of the shards: `shard_writing.py` (`write_sample`, for the tap's threads), `shard_run.py`
 (`RunDirectory`, for the process that commits) and `shard_check.py` (`verify`, `status`, `plan_bytes`, `require_disk`).
 """
 
+import contextlib
 import json
 import os
 import re
@@ -47,6 +52,7 @@ COMMITTED, SET_ASIDE, SKIPPED_ROW = "committed", "set_aside", "skipped"
 TEMPORARY = ".tmp"  # every unfinished file ends with it: speculators' v1 reader takes whatever ends with "pt"
 BLOCK_NAME = re.compile(r"rows_(\d+)-(\d+)$")
 SAMPLE_NAME = re.compile(r"(?:data_(\d+)\.pt|hs_(\d+)\.safetensors)$")
+STATE_TENSORS = {"hidden_states", "hidden_states_scales", "last_state"}  # of a safetensors file
 SAME_IN_ALL = ("model", "revision", "config_hash", "tokenizer_hash", "capture_points", "last_state", "dtype")
 
 
@@ -67,8 +73,14 @@ class Record:
     time: float | None = None  # unix seconds of the commit
 
 
-Sample = namedtuple("Sample", "input_ids loss_mask states record")
-Sample.__doc__ = "input_ids, loss_mask: int64 [L]; states: P+1 tensors [L, H], points in order, last state at the end."
+Sample = namedtuple("Sample", "input_ids loss_mask states record last_rows", defaults=(None,))
+Sample.__doc__ = """input_ids, loss_mask: int64 [L]; states: P+1 tensors [L, H], points in order, last state at the end.
+last_rows: int64 [R], the only rows at which the last state was kept (it is zero elsewhere); None: all were."""
+
+
+def last_state_rows(loss_mask: "torch.Tensor") -> "torch.Tensor":
+    """int64 [R]: rows j whose last state is read in training and evaluation: as the teacher of a supervised j + 1."""
+    return loss_mask[1:].nonzero().flatten()
 
 
 def sample_path(out: Path, index: int, layout: str, rows_per_block: int) -> Path:
@@ -171,23 +183,32 @@ class ShardReader:
 
     Reads what extract.py wrote (v1 and arrow) and, where there is neither dataset.json nor a manifest, what speculators
     wrote: v1 `data_*.pt` files or an Arrow dataset with `hidden_states/`. Such records have no xxh3, and their row hash
-    is made from the token ids. UserError: nothing committed, unreadable dataset.json, or directories of several models.
+    is made from the token ids; `points` says which capture points they are. UserError: nothing committed, unreadable
+    dataset.json, or directories of several models.
     """
 
-    def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike]):
+    def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike], points: Sequence[int] | None = None):
         paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(each) for each in path]
         self.info: dict[str, Any] = {}
         self.records: list[Record] = []
-        self._foreign_masks: dict[Path, Any] = {}  # directory -> its Arrow dataset, where the files hold no loss mask
+        self.foreign: list[Path] = []  # directories that speculators wrote
+        self.remarks: list[str] = []  # lines for the person: rows of those that cannot be used, and why
+        self._foreign_rows: dict[Path, Any] = {}  # directory -> its Arrow dataset; the files hold no loss mask
         for out in paths:
             if not out.is_dir():
                 found = "a file" if out.exists() else "nothing"
                 raise UserError(f"{out}: expected a directory of shards, found {found}")
             info = read_info(out)
-            records = committed_records(out, info) if info else self._foreign_records(out)
+            if info is None:
+                records, info = self._foreign_records(out, points)
+            else:
+                records = committed_records(out, info)
+                said = info.get("capture_points")
+                if points is not None and said is not None and list(points) != list(said):
+                    raise UserError(f"{out}: its states are of points {said}, not {list(points)}; leave them unnamed")
             if not records:
                 raise UserError(f"{out}: no committed sample; extract.py --output makes them, --status counts them")
-            self._must_agree(out, info or {})
+            self._must_agree(out, info)
             self.records += records
 
     def load(self, record: Record, verify: bool = False) -> Sample:
@@ -196,41 +217,60 @@ class ShardReader:
         `verify` first reads the whole file and compares its xxh3-128. UserError names a file that is missing,
         damaged or of another shape than its manifest line says.
         """
-        import torch
-
-        path = record.path
         if verify and record.xxh3 is not None and (problem := file_problem(record)):
-            raise UserError(f"{path}: {problem}; run extract.py --verify, then resume to redo the sample")
-        try:
-            if path.suffix == ".pt":
-                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                input_ids, loss_mask, states = saved["input_ids"], saved["loss_mask"], list(saved["hidden_states"])
-            else:
-                input_ids, loss_mask, states = self._load_safetensors(record)
-        except FileNotFoundError:
-            raise UserError(f"{path}: the file of a committed sample is missing; run extract.py --verify") from None
-        except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UserError(f"{path}: not a readable sample ({what}); run extract.py --verify") from None
+            raise UserError(f"{record.path}: {problem}; run extract.py --verify, then resume to redo the sample")
+        with readable(record.path):
+            input_ids, loss_mask, states, scales = self._read(record, with_states=True)
+            states = widened(states, scales)
+        last_rows = None
+        if len(states[-1]) != len(input_ids):
+            last_rows = last_state_rows(loss_mask)
+            if len(states[-1]) == len(last_rows):
+                states[-1] = (
+                    states[-1].new_zeros(len(input_ids), states[-1].shape[1]).index_copy_(0, last_rows, states[-1])
+                )
         lengths = [len(input_ids), len(loss_mask), *(len(state) for state in states)]
         if set(lengths) != {record.tokens}:
-            raise UserError(f"{path}: expected {record.tokens} tokens, found rows {lengths} in ids, mask and states")
-        return Sample(input_ids.to(torch.int64), loss_mask.to(torch.int64), states, record)
+            raise UserError(
+                f"{record.path}: expected {record.tokens} tokens, found rows {lengths} in ids, mask and states"
+            )
+        return Sample(input_ids, loss_mask, states, record, last_rows)
 
-    def _load_safetensors(self, record: Record) -> "tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]":
+    def tokens(self, record: Record) -> "tuple[torch.Tensor, torch.Tensor]":
+        """(input_ids, loss_mask) of `record`, int64 [L], without reading its states. UserError as `load`."""
+        with readable(record.path):
+            return self._read(record, with_states=False)[:2]
+
+    def stored_dtypes(self, record: Record) -> list[str]:
+        """What each of the P+1 states is stored in: "fp8", "bfloat16", ... (`load` widens fp8 to bfloat16)."""
+        with readable(record.path):
+            _, _, states, _ = self._read(record, with_states=True)
+            names = [str(state.dtype).removeprefix("torch.") for state in states]
+        return ["fp8" if name.startswith("float8") else name for name in names]
+
+    def _read(self, record: Record, with_states: bool) -> tuple:
+        """(input_ids, loss_mask, states as stored or None, their scales or None) from the file."""
         import torch
-        from safetensors import safe_open
 
-        if not record.path.exists():
-            raise FileNotFoundError
-        with safe_open(record.path, "pt") as file:
-            names = set(file.keys())
-            stacked = file.get_tensor("hidden_states")  # [L, P+1, H]
-            input_ids = file.get_tensor("token_ids")
-            mask = file.get_tensor("loss_mask") if "loss_mask" in names else None
-        if mask is None:
-            mask = torch.as_tensor(self._foreign_masks[record.path.parent.parent][record.index]["loss_mask"])
-        return input_ids, mask, list(stacked.unbind(1))
+        if record.path.suffix == ".pt":
+            saved = torch.load(record.path, map_location="cpu", weights_only=True, mmap=True)
+            input_ids, mask, scales = saved["input_ids"], saved["loss_mask"], saved.get("scales")
+            states = list(saved["hidden_states"])
+        else:
+            from safetensors import safe_open
+
+            if not record.path.exists():
+                raise FileNotFoundError
+            with safe_open(record.path, "pt") as file:
+                wanted = {"token_ids", "loss_mask"} | (STATE_TENSORS if with_states else set())
+                read = {name: file.get_tensor(name) for name in wanted & set(file.keys())}
+            input_ids, scales, states = read["token_ids"], read.get("hidden_states_scales"), None
+            if with_states:
+                states = list(read["hidden_states"].unbind(1))  # of [L, P+1, H]
+                states[-1] = read.get("last_state", states[-1])
+            if (mask := read.get("loss_mask")) is None:
+                mask = self._foreign_mask(record)
+        return input_ids.to(torch.int64), mask.to(torch.int64), states, scales
 
     def _must_agree(self, out: Path, info: dict[str, Any]) -> None:
         for field in SAME_IN_ALL:
@@ -241,26 +281,20 @@ class ShardReader:
                 )
         self.info = info | self.info
 
-    def _foreign_records(self, out: Path) -> list[Record]:
-        """Records of a directory that speculators wrote: v1 files anywhere below it, or an Arrow dataset."""
+    def _foreign_records(self, out: Path, points: Sequence[int] | None) -> tuple[list[Record], dict[str, Any]]:
+        """Records of a directory that speculators wrote, and what the caller tells of its states."""
+        from common.foreign_shards import foreign_records
+
+        records, rows, remarks = foreign_records(out)
+        self.foreign.append(out)
+        self.remarks += remarks
+        self._foreign_rows[out] = rows
+        return records, {} if points is None else {"capture_points": list(points)}
+
+    def _foreign_mask(self, record: Record) -> "torch.Tensor":
         import torch
 
-        if (out / "state.json").exists():
-            from datasets import load_from_disk
-
-            rows = load_from_disk(str(out)).with_format("numpy")
-            self._foreign_masks[out] = rows
-            names = [(index, sample_path(out, index, "arrow", 0)) for index in range(len(rows))]
-            present = ((index, path, rows[index]) for index, path in names if path.exists())
-            found = [(index, path, row["input_ids"], row["loss_mask"]) for index, path, row in present]
-        else:
-            paths = [path for path in out.rglob("data_*.pt") if SAMPLE_NAME.match(path.name)]
-            loaded = ((path, torch.load(path, map_location="cpu", weights_only=True, mmap=True)) for path in paths)
-            found = [(int(path.stem[5:]), path, c["input_ids"].numpy(), c["loss_mask"].numpy()) for path, c in loaded]
-        return [
-            Record(index, len(ids), int(mask.sum()), path.stat().st_size, None, token_hash(ids), path)
-            for index, path, ids, mask in sorted(found, key=lambda item: item[:2])
-        ]
+        return torch.as_tensor(self._foreign_rows[record.path.parent.parent][record.index]["loss_mask"])
 
 
 def committed_records(out: Path, info: dict[str, Any]) -> list[Record]:
@@ -271,6 +305,34 @@ def committed_records(out: Path, info: dict[str, Any]) -> list[Record]:
             if entry["status"] == COMMITTED:
                 records.append(record_of(entry, sample_path(out, index, info["layout"], info["rows_per_block"])))
     return sorted(records, key=lambda record: record.index)
+
+
+@contextlib.contextmanager
+def readable(path: Path):
+    """Whatever goes wrong while a sample is read becomes one UserError that names its file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path}: the file of a committed sample is missing; run extract.py --verify") from None
+    except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{path}: not a readable sample ({what}); run extract.py --verify") from None
+
+
+def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None") -> "list[torch.Tensor]":
+    """The states [L, H] with those stored in eight bits as bfloat16.
+
+    scales: [L, P] of our v1 files, [L, P+1, 1] of our Arrow ones; [L, 1, 1], one a token, where hs_connectors wrote.
+    """
+    if scales is None:
+        return states
+    from common.state_dtypes import FP8, dequantise
+
+    scales = scales.flatten(1)
+    of = [scales[:, min(k, scales.shape[1] - 1), None] for k in range(len(states))]
+    return [dequantise(s, scale) if s.dtype == FP8 else s for s, scale in zip(states, of, strict=True)]
 
 
 def token_hash(ids: Iterable[int]) -> str:

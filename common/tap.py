@@ -23,10 +23,9 @@ import torch
 from common.errors import UserError
 from common.proof import FirstBatchProof, ProofFailed
 from common.ring import Ring
+from common.state_dtypes import stored_dtypes, to_stored
 from common.tap_link import Line
 from common.tap_writer import CANDIDATES, Finished, Region, Writers
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 model = None  # the SGLang model of this process
 line = None  # the Line to the committing process
@@ -162,14 +161,14 @@ class Tap:
     """Capture of one session on one rank: hooks fill the ring, writer threads empty it.
 
     settings: session (its requests are called {session}-{index}-{tokens}); ranks; points, names (of the stored
-    tensors); hidden_size; dtype; ring_bytes; and those of Writers.
+    tensors); hidden_size; dtype (--state-dtype); ring_bytes; and those of Writers.
     """
 
     def __init__(self, model, settings: dict, line: Line):
         self.settings, self.rank, self.ranks = settings, line.rank, settings["ranks"]
         self.rid_prefix = settings["session"] + "-"
-        self.dtype = DTYPES[settings["dtype"]]
         self.names = settings["names"]
+        self.dtypes = stored_dtypes(settings["dtype"], len(self.names) - 1)  # of the stored tensors
         self.device = next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu:
@@ -243,33 +242,23 @@ class Tap:
             self.copy(self.gather(forward_batch.input_ids, rows).clone(), region.ids, region_start)
 
     def take_region(self, rows: int, users: int) -> Region | None:
-        slots, hidden = len(self.names), self.settings["hidden_size"]
-        state_bytes = slots * rows * hidden * self.dtype.itemsize
-        ids_at = -(-state_bytes // 8) * 8
-        largest_at = ids_at + rows * 8
+        nbytes, carve = Region.plan(self.dtypes, rows, self.settings["hidden_size"])
         incomplete = {region.start for region in self.partial.values()}
         try:
-            taken = self.ring.allocate(largest_at + slots * rows * 4, never_freed=incomplete)
+            taken = self.ring.allocate(nbytes, never_freed=incomplete)
         except ValueError as error:
             raise UserError(f"--ring-gb {self.ring.capacity / 1e9:.3g} is too small: {error}; raise it") from None
         if taken is None:
             raise RuntimeError("the ring was closed while the engine was running")
         start, memory = taken
-        return Region(
-            start,
-            memory[:state_bytes].view(self.dtype).view(slots, rows, hidden),
-            memory[ids_at:largest_at].view(torch.int64),
-            memory[largest_at:].view(torch.float32).view(slots, rows),
-            users,
-        )
+        return Region(start, *carve(memory), users)
 
     def copy_rows(self, slot: int, hidden, residual):
         for rows, region, region_start in self.runs:
             state = self.gather(hidden, rows)  # [rows, H]
             # A tensor of our own: the next layer works in place on both, while the copy may still be under way.
             state = state.clone() if residual is None else state + self.gather(residual, rows)
-            state = state.to(self.dtype)
-            largest = torch.linalg.vector_norm(state, ord=float("inf"), dim=-1).float()  # [rows]
+            state, largest = to_stored(state, self.dtypes[slot])
             self.copy(state, region.states[slot], region_start)
             self.copy(largest, region.largest[slot], region_start)
 
@@ -313,11 +302,11 @@ class Tap:
                     self.writers.send("proof", rank=self.rank, **result)
             ending, hidden = len(self.ending), self.settings["hidden_size"]
             host_own = torch.empty(ending, 2 * CANDIDATES + 1, dtype=torch.float64, pin_memory=self.on_gpu)
-            host_last = torch.empty(ending, hidden, dtype=self.dtype, pin_memory=self.on_gpu)
+            host_last = torch.empty(ending, hidden, dtype=self.dtypes[-1], pin_memory=self.on_gpu)
             if ending:
                 own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))
                 self.copy(own, host_own, 0)
-                self.copy(self.last_rows.to(self.dtype), host_last, 0)
+                self.copy(self.last_rows.to(self.dtypes[-1]), host_last, 0)
             self.writers.check_seconds += time.monotonic() - began
             event = None
             if self.on_gpu:

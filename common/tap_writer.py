@@ -9,6 +9,7 @@ computed are its own, all its states are finite (otherwise it is set aside), and
 that its own token was computed from.
 """
 
+import math
 import os
 import queue
 import threading
@@ -21,6 +22,7 @@ from common.errors import UserError
 from common.proof import ProofFailed
 from common.ring import Ring
 from common.shard_writing import join_run, write_sample
+from common.state_dtypes import FP8, scale_of
 from common.tap_link import Line
 
 CANDIDATES = 4  # best tokens of the own-token check
@@ -32,10 +34,27 @@ class Region:
     """A piece of the ring that holds `rows` rows of all stored tensors, their token ids and their largest values."""
 
     start: int
-    states: torch.Tensor  # [P + 1, rows, H]
     ids: torch.Tensor  # [rows] int64, the ids that the engine computed at these rows
     largest: torch.Tensor  # [P + 1, rows] float32, largest magnitude of the row: finite exactly when the row is
+    states: list[torch.Tensor]  # P + 1 times [rows, H], each in the dtype that it is stored in
     users: int  # samples not yet written
+
+    @staticmethod
+    def plan(dtypes: list[torch.dtype], rows: int, hidden: int):
+        """(bytes that a region needs, function from so many bytes to its ids, largest and states)."""
+        wanted = [(torch.int64, (rows,)), (torch.float32, (len(dtypes), rows))]
+        wanted += [(dtype, (rows, hidden)) for dtype in dtypes]
+        ends, nbytes = [], 0
+        for dtype, shape in wanted:
+            start = -(-nbytes // 8) * 8
+            nbytes = start + dtype.itemsize * math.prod(shape)
+            ends.append((start, nbytes))
+
+        def carve(memory: torch.Tensor):
+            made = [memory[slice(*end)].view(d).view(s) for end, (d, s) in zip(ends, wanted, strict=True)]
+            return made[0], made[1], made[2:]
+
+        return nbytes, carve
 
 
 @dataclass
@@ -54,8 +73,9 @@ class Finished:
 class Writers:
     """Writer threads of one rank in one session.
 
-    settings: session (its name, in every message); out, layout, rows_per_block; names of the stored tensors; writers
-    (threads). `failed` is set by the first error; from then on samples are dropped, so that nothing waits for ever.
+    settings: session (its name, in every message); out, layout, rows_per_block, last_state (all or supervised); names
+    of the stored tensors; writers (threads). `failed` is set by the first error; from then on samples are dropped, so
+    that nothing waits for ever.
     """
 
     def __init__(self, settings: dict, ring: Ring, line: Line):
@@ -94,19 +114,22 @@ class Writers:
                 f"sample {job.index}: the engine computed these rows for other token ids than the sample's own; "
                 f"likely cause: rows of two samples were swapped"
             )
-        if problem := not_finite(job.region.largest[:, rows], job.region.states[:, rows], self.names):
+        largest = job.region.largest[:, rows]  # [P + 1, L]
+        if problem := not_finite(largest, self.names):
             self.send("set_aside", index=job.index, reason=problem, **self.figures())
             return
-        states = [state[rows] for state in job.region.states.unbind(0)]  # P + 1 times [L, H]
+        states = [state[rows] for state in job.region.states]  # P + 1 times [L, H]
         if not torch.equal(states[-1][-1], job.last):
             raise ProofFailed(
                 f"sample {job.index}: the last state in host memory is not the one that its own token was computed "
                 f"from; likely cause: states of two samples were swapped on their way"
             )
         settings = self.settings
+        scales = scale_of(largest[:-1]).T if states[0].dtype == FP8 else None  # [L, P]
         written = write_sample(
-            settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"], settings["rows_per_block"]
-        )
+            settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"],
+            settings["rows_per_block"], scales, settings["last_state"],
+        )  # fmt: skip
         *numbers, rounding = job.own.tolist()
         tokens, below = [int(token) for token in numbers[:CANDIDATES]], numbers[CANDIDATES:]
         own = {"tokens": tokens, "below": below, "rounding": rounding}
@@ -166,11 +189,12 @@ class Writers:
         os.close(self.run_lock)
 
 
-def not_finite(largest: torch.Tensor, states: torch.Tensor, names: list[str]) -> str | None:
-    """Where a sample has NaN or Inf, in words; `largest` [P + 1, L] is finite exactly where all of a row is."""
+def not_finite(largest: torch.Tensor, names: list[str]) -> str | None:
+    """Where a sample has NaN or Inf, in words. `largest` [P + 1, L]: of each row before it was rounded to eight bits,
+    NaN or Inf where the row holds one."""
     bad = ~largest.isfinite()
     if not bad.any():
         return None
     slot, row = bad.nonzero()[0].tolist()
-    kind = "NaN" if states[slot, row].isnan().any() else "Inf"
+    kind = "NaN" if largest[slot, row].isnan() else "Inf"
     return f"{kind} at {names[slot]}, row {row}"

@@ -53,11 +53,11 @@ def start(folder: Path, points: CapturePoints, log: Path, tp: int = 1, chunk_tok
 
 
 def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1", hidden=64, ring_bytes=64 << 20,
-            writers=2, tokens_in_flight=8192):
+            writers=2, tokens_in_flight=8192, last_state="all"):
     """Capture `samples` into `out` and return (Capture, ShardReader or None)."""
     run = RunDirectory(out, {"model": "test"}, rows=max(sample.index for sample in samples) + 1, layout=layout)
     settings = {
-        "hidden_size": hidden, "dtype": dtype, "ring_bytes": ring_bytes, "writers": writers,
+        "hidden_size": hidden, "dtype": dtype, "last_state": last_state, "ring_bytes": ring_bytes, "writers": writers,
         "tokens_in_flight": tokens_in_flight,
     }  # fmt: skip
 

@@ -57,6 +57,13 @@ def test_states_equal_those_of_transformers(engine, points, reference, tmp_path)
     samples = helpers.samples_of(LENGTHS)
     _, exact = helpers.capture(engine, tmp_path / "float32", samples, points)
     _, rounded = helpers.capture(engine, tmp_path / "bfloat16", samples, points, dtype="bfloat16")
+    _, eight = helpers.capture(engine, tmp_path / "fp8", samples, points, dtype="fp8")
+    for record, rounded_record, sample in zip(eight.records, rounded.records, samples, strict=True):
+        *at_points, last = eight.load(record).states
+        assert torch.equal(last, rounded.load(rounded_record).states[-1])
+        for state, want in zip(at_points, reference.states(sample.input_ids), strict=False):
+            rounding = torch.maximum(want.abs() / 16, want.abs().amax(-1, keepdim=True) / 448 * 2**-10)
+            assert ((state - want).abs() <= rounding * 1.01 + TOLERANCE * want.norm(dim=-1, keepdim=True)).all()
     same = total = 0
     for sample, record, rounded_record in zip(samples, exact.records, rounded.records, strict=True):
         expected = reference.states(sample.input_ids)
@@ -122,24 +129,27 @@ def test_both_self_checks_are_recorded(engine, points, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "cause"),
+    ("name", "dtype", "cause"),
     [
-        ("shifted", "point 3 is really point 4: shifted by +1 layer"),
-        ("shifted_last", "last state is really point 60: shifted by -1 layer"),
-        ("normed", "already normed"),
-        ("normed_after_proof", "the stored last state gives token"),
-        ("swapped", "rows of two samples were swapped"),
-        ("swapped_states", "states of two samples were swapped"),
-        ("hook", "size of tensor"),
+        ("shifted", "float32", "point 3 is really point 4: shifted by +1 layer"),
+        ("shifted_last", "float32", "last state is really point 60: shifted by -1 layer"),
+        ("normed", "float32", "already normed"),
+        ("normed_after_proof", "float32", "the stored last state gives token"),
+        ("swapped", "float32", "rows of two samples were swapped"),
+        ("swapped_states", "float32", "states of two samples were swapped"),
+        ("hook", "float32", "size of tensor"),
+        ("shifted", "fp8", "point 3 is really point 4: shifted by +1 layer"),
+        ("normed_after_proof", "fp8", "the stored last state gives token"),
+        ("swapped_states", "fp8", "states of two samples were swapped"),
     ],
 )
-def test_a_wrong_capture_stops_and_names_the_cause(engine, points, fault, tmp_path, name, cause):
+def test_a_wrong_capture_stops_and_names_the_cause(engine, points, fault, tmp_path, name, cause, dtype):
     fault(name)
     samples = helpers.samples_of([12] * 12)
     with pytest.raises((CaptureFailed, RuntimeError), match=cause.replace("+", r"\+")):
-        helpers.capture(engine, tmp_path, samples, points)
+        helpers.capture(engine, tmp_path, samples, points, dtype=dtype)
     fault("none")
-    session, reader = helpers.capture(engine, tmp_path, samples_left(tmp_path, samples), points)
+    session, reader = helpers.capture(engine, tmp_path, samples_left(tmp_path, samples), points, dtype=dtype)
     assert session.committed and len(reader.records) == 12 and verify(tmp_path).clean
 
 
@@ -148,12 +158,15 @@ def samples_left(out, samples):
     return [sample for sample in samples if sample.index not in done]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
 @pytest.mark.parametrize(("name", "kind"), [("nan", "NaN"), ("inf", "Inf")])
-def test_a_state_that_is_not_finite_is_set_aside_and_the_run_goes_on(engine, points, fault, tmp_path, name, kind):
+def test_a_state_that_is_not_finite_is_set_aside_and_the_run_goes_on(
+    engine, points, fault, tmp_path, name, kind, dtype
+):
     samples = helpers.samples_of([20, 21, 22, 23, 24])
     samples[2].input_ids[13] = faults.NAN_TOKEN
     fault(name)
-    session, reader = helpers.capture(engine, tmp_path, samples, points)
+    session, reader = helpers.capture(engine, tmp_path, samples, points, dtype=dtype)
     assert [record.index for record in reader.records] == [0, 1, 3, 4]
     entries = read_log(tmp_path / "rows_0-2000" / "manifest.jsonl").latest()
     assert entries[2]["status"] == "set_aside"
@@ -210,6 +223,7 @@ def test_an_exported_drafter_makes_the_engine_capture_its_points(engine, points,
 
 
 def test_arrow_layout_holds_the_same_states(engine, points, tmp_path):
+    """In full and in eight bits; and eight bits need less of the ring, of the copies and of the disk."""
     samples = helpers.samples_of([30, 12, 50], seed=3)
     _, v1 = helpers.capture(engine, tmp_path / "v1", samples, points)
     _, arrow = helpers.capture(engine, tmp_path / "arrow", samples, points, layout="arrow")
@@ -217,3 +231,14 @@ def test_arrow_layout_holds_the_same_states(engine, points, tmp_path):
         for one, other in zip(v1.load(first).states, arrow.load(second).states, strict=True):
             assert helpers.relative_error(other, one) <= TOLERANCE
     assert json.loads((tmp_path / "arrow" / "dataset.json").read_text())["layout"] == "arrow"
+
+    one = helpers.samples_of([400], seed=4)
+    peaks, read = {}, {}
+    for name, dtype, layout in [("bf16", "bfloat16", "v1"), ("fp8", "fp8", "v1"), ("fp8 arrow", "fp8", "arrow")]:
+        session, reader = helpers.capture(engine, tmp_path / name, one, points, dtype=dtype, layout=layout)
+        peaks[name] = session.rank_figures[0]["ring_peak_bytes"]
+        read[name] = reader.load(reader.records[0], verify=True).states
+    assert all(map(torch.equal, read["fp8"], read["fp8 arrow"]))
+    per_token = {"bf16": 4 * 64 * 2, "fp8": 3 * 64 + 64 * 2, "fp8 arrow": 3 * 64 + 64 * 2}
+    for name, peak in peaks.items():
+        assert 400 * per_token[name] < peak <= 400 * (per_token[name] + 8 + 4 * 4) + 8192, peaks

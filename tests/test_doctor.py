@@ -17,6 +17,7 @@ from common.recapture import TokenRow, by_transformers
 from common.shard_run import RunDirectory
 from common.shard_writing import write_sample
 from common.shards import Record, token_hash
+from common.state_dtypes import FP8, scale_of, to_stored
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, WIDTH, VOCAB = 8, 48, 97
@@ -173,11 +174,18 @@ def test_head_agreement_tells_the_norm_state(models):
 # ---- as a person runs it -----------------------------------------------------------------------------------------
 
 
-def write(folder: Path, model: Path, samples: list, claim=tuple(CLAIM)) -> Path:
-    identity = {"model": str(model), "capture_points": list(claim), "last_state": "pre-norm", "dtype": "bfloat16"}
+def write(folder: Path, model: Path, samples: list, claim=tuple(CLAIM), dtype="bfloat16", last_state="all") -> Path:
+    identity = {"model": str(model), "capture_points": list(claim), "last_state": "pre-norm", "dtype": dtype}
     with RunDirectory(folder, identity, rows=len(samples)) as run:
         for row, states in samples:
-            written = write_sample(folder, row.index, row.input_ids, row.loss_mask, [s.contiguous() for s in states])
+            scales, states = None, [s.contiguous() for s in states]
+            if dtype == "fp8":
+                codes = [to_stored(state, FP8) for state in states[:-1]]
+                scales = scale_of(torch.stack([largest for _, largest in codes], 1))
+                states = [*(code for code, _ in codes), states[-1]]
+            written = write_sample(
+                folder, row.index, row.input_ids, row.loss_mask, states, scales=scales, last_state=last_state
+            )
             run.commit([Record(row.index, len(row.input_ids), len(row.input_ids), written.bytes, written.xxh3,
                                token_hash(row.input_ids.tolist()))])  # fmt: skip
         run.finish()
@@ -214,6 +222,45 @@ def test_command_line(models, tmp_path, monkeypatch, capsys):
     assert "states of another model: 48 numbers a token, this model has 64" in printed
     with pytest.raises(UserError, match="4 tensors a sample, but 2 points"):
         diagnose(good, models["own"], tmp_path / "e", "--capture-points", "3", "5", expect=2)
+
+
+def test_eight_bits_and_last_states_of_supervised_rows(models, tmp_path, monkeypatch, capsys):
+    """Named, and compared as what they are: the rounding does not make a point doubtful, a dropped row is not read."""
+
+    def diagnose(shards, expect):
+        monkeypatch.setattr(sys, "argv", command(shards, models["own"], tmp_path / "report"))
+        printed = (eval_acceptance.main(), capsys.readouterr().out)
+        assert printed[0] == expect, printed[1]
+        return printed[1], json.loads((tmp_path / "report" / "report.json").read_text())["findings"]
+
+    rows = [tokens(seed) for seed in range(2)]
+    for row in rows:
+        row.loss_mask[:40] = 0
+    for name, points in (("right", CLAIM), ("shifted", [4, 6, 7])):
+        states = by_transformers(str(models["own"]), rows, points)
+        samples = list(zip(rows, states, strict=True))
+        write(tmp_path / name, models["own"], samples, dtype="fp8", last_state="supervised")
+    printed, findings = diagnose(tmp_path / "right", 0)
+    assert "the last state is stored at 20 of 100 rows and compared there" in printed
+    assert [finding["stored_dtype"] for finding in findings] == ["fp8", "fp8", "fp8", "bfloat16"]
+    assert all(0.02 < f["error"] == f["rounding"] < 0.03 for f in findings[:3]) and findings[3]["error"] == 0
+    assert "fp8, rounds by 2." in printed and "every tensor is what it claims to be" in printed
+    printed, _ = diagnose(tmp_path / "shifted", 1)
+    assert "wrong: all points are shifted by +1: they claim [3, 5, 6] and are [4, 6, 7]" in printed
+
+
+def test_rounding_to_eight_bits_leaves_the_verdict_certain(states, norm):
+    """Two layers only 2 % apart: told apart in eight bits, which alone are 2.6 % away; two that are equal are not."""
+    near = {name: states["point 3"] for name in ("point 3", "point 4")}
+    noise = torch.randn(states["point 3"].shape, generator=torch.Generator().manual_seed(0))
+    near["point 4"] = (states["point 3"] * (1 + 0.02 * noise)).bfloat16()
+    stored = doctor.rounded_to_fp8(states["point 3"])
+    (in_eight,) = doctor.examine(["point 3"], [stored], near, ["fp8"])
+    assert in_eight.right and in_eight.certain and in_eight.error > 0.02
+    (unsaid,) = doctor.examine(["point 3"], [stored], near)
+    assert unsaid.right and not unsaid.certain
+    near["point 4"] = near["point 3"]
+    assert not doctor.examine(["point 3"], [stored], near, ["fp8"])[0].certain
 
 
 def test_specforge_files(models, tmp_path):

@@ -1,26 +1,33 @@
 """What the engine mode does on a real SGLang engine that a CPU can run: plain decoding, the logit gap, re-capture.
 
-EAGLE-3 itself needs a GPU. SmolLM2-135M answers; its replies are captured again by a second engine, and offline
-evaluation must find that every reply token is the target's own choice: alignment, capture and head agree end to end.
+EAGLE-3 itself needs a GPU. SmolLM2-135M answers; its replies are captured again by a second engine, which the shard
+doctor starts to compare them with states of the same prompts that another engine (transformers, in vLLM's place) wrote
+in speculators' format. Offline evaluation must find that every reply token is the target's own choice: alignment,
+capture and head agree end to end.
 """
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
+from datasets import Dataset
 
 import eval_acceptance
-from common import embedded_model
+from common import doctor_run, embedded_model
 from common.capture_points import CapturePoints
 from common.conversations import load_rows
 from common.drafter import Drafter, DrafterConfig
 from common.engine_eval import Session
 from common.offline_eval import Setting, evaluate, evaluation_target
+from common.parity import pick_points
 from common.progress import Progress
-from common.recapture import TokenRow, by_engine
+from common.recapture import TokenRow, by_engine, by_transformers
+from common.shards import ShardReader
 from common.target import load_target_parts
 from common.tokenizing import load_tokenizer
+from tests.speculators_directory import store
 
 pytestmark = pytest.mark.engine
 
@@ -63,6 +70,20 @@ def test_plain_decoding_and_logit_gaps(answered):
     assert sum(gap["best_two"][0] == gap["said"] for gap in answered["gaps"]) >= 2
 
 
+def of_another_engine(folder, model, rows, points, eight_bits=False):
+    """A directory of speculators' with the states that transformers computes of these rows at these points."""
+    columns = {"input_ids": [], "loss_mask": [], "seq_len": []}
+    for row, states in zip(rows, by_transformers(model, rows, points), strict=True):
+        values = (row.input_ids.tolist(), row.loss_mask.tolist(), len(row.input_ids))
+        for name, value in zip(columns, values, strict=True):
+            columns[name].append(value)
+        folder.mkdir(exist_ok=True)
+        store(folder, row.index, row.input_ids, states, eight_bits)
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(str(folder.with_suffix(".rows")))
+    shutil.copytree(folder.with_suffix(".rows"), folder, dirs_exist_ok=True)
+    return folder
+
+
 def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, monkeypatch, capsys):
     target, replies = answered["target"], answered["results"][1]["replies"]
     layers = target.config["num_hidden_layers"]
@@ -72,7 +93,41 @@ def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, mon
         ids = torch.tensor(reply.prompt + reply.output)
         mask = (torch.arange(len(ids)) >= len(reply.prompt)).long()
         rows.append(TokenRow(index, ids, mask, f"{index:016x}", category=reply.category))
-    reader = by_engine(answered["model"], target.config, rows, points, answered["folder"] / "again")
+
+    # The doctor on states of another engine: the reference is SGLang's capture, which the rest of this test looks at.
+    folder = answered["folder"]
+
+    def capture_once(model, config, rows, points, _, *more):
+        if not (folder / "again").exists():
+            by_engine(model, config, rows, points, folder / "again", *more)
+        return ShardReader(folder / "again" / "states")
+
+    monkeypatch.setattr(doctor_run, "by_engine", capture_once)
+    of = {"right": (points.points, False), "eight bits": (points.points, True)}
+    of["shifted"] = ([point + 1 for point in points.points], False)
+    said, away = {}, {}
+    for name, (at, eight_bits) in of.items():
+        states = of_another_engine(folder / name, answered["model"], rows, list(at), eight_bits)
+        command = ["--diagnose", states, "--model", answered["model"], "--output", folder / f"doctor {name}"]
+        command += ["--capture-points", *points.points]
+        monkeypatch.setattr(sys, "argv", ["eval_acceptance.py", *map(str, command)])
+        status = eval_acceptance.main()
+        said[name] = capsys.readouterr().out
+        assert status == (name == "shifted"), said[name]
+        findings = json.loads((folder / f"doctor {name}" / "report.json").read_text())["findings"]
+        assert findings[-1]["found"] == "last state" and all(finding["certain"] for finding in findings)
+        away[name] = [finding["error"] for finding in findings]
+    assert "every tensor is what it claims to be" in said["right"] and "against sglang" in said["right"]
+    assert 0 < max(away["right"]) < 0.04, away  # bfloat16 in two engines
+    assert "fp8, rounds by 2." in said["eight bits"] and max(away["eight bits"]) < 0.06, away
+    assert "wrong: all points are shifted by +1: they claim [3, 16, 28] and are [4, 17, 29]" in said["shifted"]
+
+    reader = ShardReader(folder / "again" / "states")  # the points and their neighbours
+    captured = reader.info["capture_points"]
+
+    def load(record):
+        return pick_points(reader.load(record), captured, list(points.points))
+
     config = DrafterConfig.from_target(target.config, capture_points=points.points, draft_vocab_size=0)
     drafter = Drafter(config)
     every = torch.ones(config.vocab_size, dtype=torch.bool)
@@ -80,7 +135,7 @@ def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, mon
     drafter.init_weights(seed=0, lm_head=target.lm_head)
     wide = evaluation_target(target, "cpu")
     drafter.set_embedding(wide.embed_tokens)
-    summary = evaluate(drafter, wide, reader.load, reader.records, Setting(num_steps=2)).summary(0)
+    summary = evaluate(drafter, wide, load, reader.records, Setting(num_steps=2)).summary(0)
     assert summary["positions"] == sum(len(reply.output) for reply in replies)
     assert summary["off_row_share"] < 0.2
     for record in reader.records:  # where offline would choose otherwise, the two logits nearly tie
@@ -93,7 +148,7 @@ def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, mon
         assert float(shifted.median()) > 2  # a row off by one token would not pass
     assert summary["cycles"] >= sum(len(reply.output) - 1 for reply in replies) / 3
 
-    # and the doctor, with transformers as the second engine, finds nothing wrong with them
+    # and the doctor, with transformers as the second engine, finds nothing wrong with SGLang's
     monkeypatch.setattr(sys, "argv", ["eval_acceptance.py", "--diagnose", str(answered["folder"] / "again" / "states"),
                                       "--reference", "transformers", "--output", str(answered["folder"] / "doctor")])
     assert eval_acceptance.main() == 0, capsys.readouterr().out

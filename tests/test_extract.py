@@ -163,8 +163,12 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(small_t
 
 
 def test_the_log_speaks_from_the_first_second_on(small_target, rows, tmp_path):
-    """Redirected output is flushed at once and never silent for long; SGLang's own goes elsewhere. One engine."""
-    run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--limit", 5, "--output", tmp_path / "out")
+    """Redirected output is flushed at once and never silent for long; SGLang's own goes elsewhere. One engine.
+
+    Its states are in eight bits, the last of them at supervised rows only.
+    """
+    run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--limit", 5, "--output", tmp_path / "out",
+              "--state-dtype", "fp8", "--last-state", "supervised")  # fmt: skip
     started = time.monotonic()
     run.wait_until(lambda: "[extract]" in run.text())
     waited_for_first_line = time.monotonic() - started
@@ -180,6 +184,15 @@ def test_the_log_speaks_from_the_first_second_on(small_target, rows, tmp_path):
     assert "Prefill batch" in (tmp_path / "out" / "logs" / "engine-0-0.log").read_text()
     beat = json.loads((tmp_path / "out" / "heartbeat.json").read_text())
     assert beat["state"] == "closed" and beat["done"] == 5
+
+    reader = ShardReader(tmp_path / "out")
+    assert (reader.info["dtype"], reader.info["last_state_rows"]) == ("fp8", "supervised")
+    for record in reader.records:
+        sample = reader.load(record, verify=True)
+        assert sample.last_rows.tolist() == list(range(3, record.tokens - 1))  # four tokens of prompt
+        per_row = record.tokens * (3 * (64 + 4) + 16) + len(sample.last_rows) * 128
+        assert per_row < record.bytes < per_row + 8192
+        assert reader.stored_dtypes(record) == ["fp8", "fp8", "fp8", "bfloat16"]
 
 
 def test_two_replicas_share_the_rows(small_target, rows, tmp_path):

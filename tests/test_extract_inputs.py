@@ -153,8 +153,8 @@ def test_ring_that_cannot_hold_a_forward_pass(run):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--tp", "0"), ("--writers", "0"), ("--device", "tpu"), ("--dtype", "int4"), ("--state-dtype", "int8"),
-     ("--layout", "zarr"), ("--rows-per-block", "0"), ("--supervise", "some"), ("--over-length", "bend"),
-     ("--max-length", "0"), ("--limit", "0"), ("--template-kwargs", "{")],
+     ("--last-state", "none"), ("--layout", "zarr"), ("--rows-per-block", "0"), ("--supervise", "some"),
+     ("--over-length", "bend"), ("--max-length", "0"), ("--limit", "0"), ("--template-kwargs", "{")],
 )  # fmt: skip
 def test_impossible_values(run, flag, value):
     assert value in run(flag, value) or flag in run(flag, value)
@@ -168,6 +168,9 @@ def test_output_of_another_run(run, small_target, bare, tmp_path):
     RunDirectory(out, extract.identity(arguments, target), rows=1).close()
     assert "capture_points" in run("--capture-points", "2", "4")
     assert "seed" in run("--seed", "1")
+    assert "dtype was 'bfloat16', is now 'fp8'" in run("--state-dtype", "fp8")
+    assert "last_state_rows was None, is now 'supervised'" in run("--last-state", "supervised")
+    assert "speculators expects the last state of every row" in run("--last-state", "supervised", "--layout", "arrow")
     other = tmp_path / "other"
     shutil.copytree(small_target, other)
     edit_config(other, rms_norm_eps=1e-6)
@@ -200,10 +203,30 @@ def test_missing_arguments():
     assert done.returncode == 2 and "--model is missing" in done.stderr
 
 
-def test_plan_needs_no_engine(small_target, tmp_path):
+def test_plan_needs_no_engine(small_target, tmp_path, monkeypatch, capsys):
     data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps(CHAT) + "\n")
-    command = [sys.executable, "extract.py", "--plan", "--json", "--model", str(small_target), "--data", str(data)]
-    plan = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout)
-    assert plan["samples"] == 1 and plan["bytes_per_token"] == 4 * 64 * 2
-    assert plan["bytes"] > plan["tokens"] * plan["bytes_per_token"] and plan["capture_points"] == [3, 5, 6]
+    data.write_text(json.dumps({"input_ids": [5] * 100, "loss_mask": [0] * 60 + [1] * 40}) + "\n")
+    command = ["extract.py", "--plan", "--model", str(small_target), "--data", str(data)]
+
+    def plan(*more):
+        monkeypatch.setattr(sys, "argv", [*command, "--json", *more])
+        assert extract.main() == 0
+        return json.loads(capsys.readouterr().out)
+
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "512 bytes a token, the last state at 100% of them" in done.stdout
+    full = plan()
+    assert full["samples"] == 1 and full["tokens"] == 100 and full["capture_points"] == [3, 5, 6]
+    overhead = 100 * 16 + 8192
+    assert (full["bytes_per_token"], full["bytes"]) == (4 * 64 * 2, 100 * 4 * 64 * 2 + overhead)
+    eight = 3 * (64 + 4)
+    for flags, per_token in [
+        (["--state-dtype", "fp8"], eight + 128),
+        (["--state-dtype", "fp8", "--layout", "arrow"], eight + 68 + 128),
+        (["--last-state", "supervised"], 3 * 128 + 0.4 * 128),
+        (["--last-state", "supervised", "--state-dtype", "fp8"], eight + 0.4 * 128),
+    ]:
+        made = plan(*flags)
+        assert made["bytes_per_token"] == round(per_token), flags
+        assert made["bytes"] == pytest.approx(100 * per_token + overhead), flags
+    assert made["last_state_share"] == 0.4

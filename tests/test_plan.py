@@ -1,5 +1,6 @@
 """The plan of Kimi-K2.5 against figures worked out by hand, and the configs that ship: every key is known."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,8 @@ def test_ten_thousand_samples_of_kimi_k25_on_eight_gpus():
     samples = [SimpleNamespace(input_ids=mask, loss_mask=mask)] * 10_000
     points = CapturePoints.default(61)
     target = {"points": points, "hidden_size": 7168, "vocab_size": 163840, "config": KIMI_K25}
-    plan = plan_of(samples, target, "bfloat16", 12.0, gpus=8)
+    arguments = ExtractArguments(ring_gb=12.0)
+    plan = plan_of(arguments, samples, target, gpus=8)
     assert (plan["samples"], plan["tokens"], plan["supervised_tokens"]) == (10_000, 21_000_000, 9_450_000)
     assert plan["bytes_per_token"] == 57_344 and plan["bytes"] == pytest.approx(1.204e12, rel=0.01)
     embedding_and_head = 2 * 163840 * 7168  # no part of a prefill
@@ -50,6 +52,8 @@ def test_ten_thousand_samples_of_kimi_k25_on_eight_gpus():
     assert training["compute_seconds_per_epoch_h200"] == pytest.approx(21e6 / 31_555 / 8, rel=0.15)
     assert training["read_bytes_per_epoch"] == plan["bytes"]
     text = plan_text(plan) + training_text(training, 8)
+    small = plan_of(replace(arguments, state_dtype="fp8"), samples, target, gpus=8)
+    assert small["bytes_per_token"] == 3 * (7168 + 4) + 2 * 7168
     assert "1,204" in text and "30.3 B active" in text and "8 H200" in text and "GB/s keep the GPUs busy" in text
 
 

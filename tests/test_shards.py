@@ -26,6 +26,7 @@ from common.shard_run import RunDirectory, Skipped
 from common.shard_writing import DiskFull, append_lines, join_run, write_sample
 from common.shards import MANIFEST, Record, ShardReader, block_directories, read_log, token_hash
 from tests.shard_writer import IDENTITY, capture, is_not_finite, is_skipped, make_sample
+from tests.speculators_directory import installed
 
 ROWS = 200
 WRITER = [sys.executable, str(Path(__file__).parent / "shard_writer.py")]
@@ -493,6 +494,8 @@ def test_status_and_plan(copied):
     assert "3 missing, 1 damaged" in text and "data_50.pt: missing" in text and "x nothing supervised" in text
 
     assert plan_bytes([1000], 3, 7168) == 1000 * (57_344 + 16) + 8192  # Kimi-K2.5: 57,344 bytes of states a token
+    assert plan_bytes([1000], 3, 7168, "fp8") == 1000 * (3 * (7168 + 4) + 2 * 7168 + 16) + 8192  # 35,852 of states
+    assert plan_bytes([1000], 3, 7168, "fp8", kept=[450]) == 1000 * (3 * 7172 + 16) + 450 * 14_336 + 8192
     lengths = [record.tokens for record in reader.records]
     assert report["bytes"] <= plan_bytes(lengths, 3, 32)
     free = shutil.disk_usage(copied).free
@@ -586,20 +589,6 @@ batch = CollateFn(8192, 32, 3, torch.bfloat16, preprocess=shift_batch)(list(item
 assert batch["error_records"] == 0
 torch.save((items, dict(zip(items, data.approx_lengths)), int((batch["document_ids"] >= 0).sum())), sys.argv[2])
 """
-
-
-def installed(version: str, *packages: str) -> Path:
-    """speculators of that version alone in build/, without its dependencies; fetched once."""
-    target = Path(__file__).parent.parent / "build" / f"speculators-{version}"
-    if not (target / "speculators" / "train" / "data.py").exists():
-        pip = [sys.executable, "-m", "pip", "install"]
-        if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
-            pip = [shutil.which("uv") or "uv", "pip", "install", "--python", sys.executable]
-        wanted = [f"speculators=={version}", *packages]
-        done = subprocess.run([*pip, "--no-deps", "--target", str(target), *wanted], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"speculators {version} cannot be fetched here: {done.stderr.strip()[-300:]}")
-    return target
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Directories of hidden states that speculators wrote, with another engine: which of their rows can be used.
+
+Called by common/shards.py where there is no dataset.json. Two kinds are known:
+
+* Arrow (speculators 0.8 and later): the dataset of `speculators prepare-data` (input_ids, loss_mask, seq_len) and, from
+  `speculators generate-offline-data`, hidden_states/hs_i.safetensors for row i as vLLM wrote it: hidden_states
+  [L, P+1, H] and token_ids [L]; with hs_connectors' fp8 connector float8_e4m3fn and hidden_states_scales [L, 1, 1].
+  The last of the P+1 is the output of the last layer before the final norm. A row without a file is not generated yet.
+* v1 (speculators 0.3 to 0.7): data_i.pt anywhere below the directory.
+
+Neither says which layers the states are, nor of which model, nor carries a checksum.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from common.shards import SAMPLE_NAME, Record, sample_path, token_hash
+
+NAMED = 5  # files that a remark names
+
+
+def foreign_records(out: Path) -> tuple[list[Record], Any, list[str]]:
+    """(records sorted by row, the Arrow dataset or None, what was left out and why: one line a reason)."""
+    return arrow_records(out) if (out / "state.json").exists() else (*v1_records(out), [])
+
+
+def v1_records(out: Path) -> tuple[list[Record], None]:
+    import torch
+
+    paths = [path for path in out.rglob("data_*.pt") if SAMPLE_NAME.match(path.name)]
+    loaded = ((path, torch.load(path, map_location="cpu", weights_only=True, mmap=True)) for path in paths)
+    found = [(int(path.stem[5:]), path, c["input_ids"].numpy(), c["loss_mask"].numpy()) for path, c in loaded]
+    return [record(*each) for each in sorted(found, key=lambda item: item[:2])], None
+
+
+def arrow_records(out: Path) -> tuple[list[Record], Any, list[str]]:
+    from datasets import load_from_disk
+
+    rows = load_from_disk(str(out)).with_format("numpy")
+    if missing := {"input_ids", "loss_mask"} - set(rows.column_names):
+        raise UserError(
+            f"{out}: its Arrow dataset has no {' and no '.join(sorted(missing))} (it has "
+            f"{', '.join(rows.column_names)}); expected what `speculators prepare-data` writes"
+        )
+    folder = out / "hidden_states"
+    if not folder.is_dir():
+        raise UserError(
+            f"{out}: a dataset of {len(rows):,} rows, but no {folder}; `speculators generate-offline-data` fills it "
+            f"(where its --output was another: link that to this name)"
+        )
+
+    def look(index: int) -> tuple[str | None, Record | None]:
+        """(why row `index` is left out, None) or (None, its record)."""
+        path, row = sample_path(out, index, "arrow", 0), rows[index]
+        if not path.exists():
+            return "have no states yet (`speculators generate-offline-data` continues)", None
+        if problem := file_problem(path, row["input_ids"]):
+            return problem, None
+        return None, record(index, path, row["input_ids"], row["loss_mask"])
+
+    with ThreadPoolExecutor(8) as pool:
+        looked = list(pool.map(look, range(len(rows))))
+    left_out: dict[str, list[int]] = {}
+    for index, (reason, _) in enumerate(looked):
+        if reason:
+            left_out.setdefault(reason, []).append(index)
+    remarks = []
+    for reason, which in left_out.items():
+        names = ", ".join(map(str, which[:NAMED])) + (", ..." if len(which) > NAMED else "")
+        remarks.append(f"{out}: {len(which):,} of {len(rows):,} rows {reason}; left out: {names}")
+    found = [each for _, each in looked if each]
+    if not found:
+        raise UserError("; ".join(remarks) or f"{out}: its Arrow dataset has no row")
+    return found, rows, remarks
+
+
+def file_problem(path: Path, ids: np.ndarray) -> str | None:
+    """Why a file cannot be the states of a row with these ids; None when it can. Reads its header and token ids."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            shape = file.get_slice("hidden_states").get_shape()
+            tokens = file.get_tensor("token_ids")
+    except Exception as error:  # cut short, or not what its name says
+        return f"have an unreadable file ({type(error).__name__})"
+    if len(shape) != 3 or shape[0] != len(tokens):
+        return "have states that are not [tokens, points + 1, hidden size]"
+    if not np.array_equal(tokens, ids):
+        return "have states of other tokens (was the dataset prepared again since? remove these files)"
+    return None
+
+
+def record(index: int, path: Path, ids: np.ndarray, mask: np.ndarray) -> Record:
+    return Record(index, len(ids), int(mask.sum()), path.stat().st_size, None, token_hash(ids), path)
