@@ -87,7 +87,7 @@ def examine(claimed: list[str], stored: list[torch.Tensor], references: dict[str
     """
     findings = []
     dtypes = stored_in or [str(tensor.dtype).removeprefix("torch.") for tensor in stored]
-    for name, tensor, dtype in zip(claimed, stored, dtypes, strict=False):
+    for name, tensor, dtype in zip(claimed, stored, dtypes, strict=True):
         usable = tensor.isfinite().all(-1)
         medians = {
             label: float(relative_errors(tensor[usable], reference[usable]).median())

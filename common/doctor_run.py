@@ -57,7 +57,7 @@ def diagnose(arguments) -> int:
         references = capture_references(arguments, model, target, stored, claim, layers)
         references = doctor.with_normed(references, target.norm, target.eps)
         tensors = [torch.cat([sample.states[i] for sample in stored]) for i in range(len(names))]
-        findings = doctor.examine(names[:-1], tensors[:-1], references, stored[0].dtypes)
+        findings = doctor.examine(names[:-1], tensors[:-1], references, stored[0].dtypes[:-1])
         kept = torch.cat([rows_kept(sample) for sample in stored])  # the last state may be stored at some rows only
         of_kept = {name: reference[kept] for name, reference in references.items()}
         findings += doctor.examine(names[-1:], [tensors[-1][kept]], of_kept, stored[0].dtypes[-1:])

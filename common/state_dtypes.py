@@ -52,7 +52,7 @@ def quantise(state: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bfloat16 values of codes on the CPU, any shape; float32 scales broadcast against them. By table: a quarter of
+    """bfloat16 values of codes on the CPU, any shape; float32 scales broadcast against them. By table: half of
     the time that a conversion takes."""
     wide = torch.from_numpy(code_values()[codes.view(torch.uint8).numpy()])
     return wide.mul_(scales).to(torch.bfloat16)

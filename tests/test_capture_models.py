@@ -14,6 +14,7 @@ import tiny_models
 from common.capture import CaptureFailed
 from common.capture_points import CapturePoints
 from common.engine import stop_engine
+from common.state_dtypes import rounded_to_fp8
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-5
@@ -68,6 +69,16 @@ def compare_with_transformers(folder, points, samples, exact, rounded):
         assert helpers.relative_error(other, state) > 1000 * TOLERANCE, "this model could not tell a shifted point"
 
 
+def eight_bits_are_those_of(exact, eight):
+    """Both ranks' fp8 samples are the float32 ones, rounded."""
+    for record, other in zip(exact.records, eight.records, strict=True):
+        *at_points, last = exact.load(record).states
+        *rounded, last_rounded = eight.load(other).states
+        assert helpers.relative_error(last_rounded, last) < 0.01
+        for state, found in zip(at_points, rounded, strict=True):
+            assert (found == rounded_to_fp8(state)).float().mean() > 0.99
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_states_equal_those_of_transformers(checkpoint, tmp_path, kind):
     folder, points, samples = checkpoint(kind), TARGETS[kind], helpers.samples_of(LENGTHS)
@@ -87,6 +98,7 @@ def test_two_ranks_equal_transformers_and_each_writes_its_share(checkpoint, tmp_
         assert set(session.written_by) == {0, 1} and sum(session.written_by.values()) == len(samples)
         _, rounded = helpers.capture(engine, tmp_path / "bfloat16", samples, points, dtype="bfloat16")
         if kind == "llama":
+            eight_bits_are_those_of(exact, helpers.capture(engine, tmp_path / "fp8", samples, points, dtype="fp8")[1])
             engine.collective_rpc("set_fault", name="partial")
             with pytest.raises(CaptureFailed, match="point 3 is one rank's partial sum: the all-reduce is missing"):
                 helpers.capture(engine, tmp_path / "partial", samples, points)
