@@ -40,9 +40,8 @@ SMALL = {
 }  # fmt: skip
 # Kernels on a GPU want the real head sizes, and experts of at least a few hundred (marlin).
 ON_GPU = {
-    "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "kv_lora_rank": 512, "q_lora_rank": 128, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "kv_lora_rank": 512,
+    "q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
 }  # fmt: skip
 VISION = {
     "patch_size": 14, "init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4,
