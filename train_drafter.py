@@ -184,6 +184,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     drafter.set_embedding(on_device.embed_tokens)
     drafter.check_loaded()
     drafter.compute_dtype = torch.bfloat16 if device.type == "cuda" else None
+    if device.type == "cuda" and (widest := max(drafter.config.head_dim, drafter.config.v_head_dim or 0)) > 256:
+        raise UserError(f"heads of {widest}: the attention kernels take at most 256; give smaller head sizes")
     teacher = Teacher.from_target(on_device, target_ids(drafter.d2t))
     model_step = ranks.distribute(drafter, arguments.shard)
     by_kind = {kind: [p for p in drafter.parameters() if (p.ndim > 1) == kind] for kind in (True, False)}

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--train", default="", help="further arguments of train_drafter.py")
     parser.add_argument("--engine-args", default=GPU_ARGUMENTS if available_device()[0] == "cuda" else "{}")
     args = parser.parse_args()
-    work, seconds = args.work, {}
+    work, seconds = args.work.resolve(), {}
     (work / "logs").mkdir(parents=True, exist_ok=True)
     states, drafter, engine = work / "states", work / "drafter", ("--engine-args", args.engine_args)
 

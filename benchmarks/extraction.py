@@ -37,6 +37,8 @@ from common import tap  # noqa: E402
 from common.capture_points import CapturePoints  # noqa: E402
 from common.engine import EngineSettings, available_device, parse_engine_arguments  # noqa: E402
 from common.plan import H200_TFLOPS, active_parameters  # noqa: E402
+from common.shard_check import bytes_per_token  # noqa: E402
+from common.target import load_config, text_config  # noqa: E402
 
 PLAIN, PER_REQUEST, RETURNED = "plain", "per-request", "returned"  # what request ids begin with
 SYNCHRONOUS_OUT = "BENCHMARK_SYNCHRONOUS_OUT"  # environment variable: where the synchronous hook saves
@@ -62,7 +64,7 @@ TINY = dict(
 DIMS = {"kimi": KIMI, "tiny": TINY}
 
 
-# ---- the seed story's way, in the scheduler process ----------------------------------------------------------------
+# ---- a hook that saves one file a request, in the scheduler process -------------------------------------------------
 
 kept: dict[int, torch.Tensor] = {}  # slot -> states of the forward pass on the CPU
 
@@ -152,8 +154,9 @@ def capture(engine, prompts: list[Prompt], out: Path, points: CapturePoints, arg
 
     shutil.rmtree(out, ignore_errors=True)
     settings = {
-        "hidden_size": args.hidden_size, "dtype": args.state_dtype, "ring_bytes": int(args.ring_gb * 1e9),
-        "writers": args.writers, "tokens_in_flight": 4 * (args.chunk_tokens or 16384),
+        "hidden_size": args.hidden_size, "dtype": args.state_dtype, "last_state": "all",
+        "ring_bytes": int(args.ring_gb * 1e9), "writers": args.writers,
+        "tokens_in_flight": 4 * (args.chunk_tokens or 16384),
     }  # fmt: skip
     run = RunDirectory(out, {"model": "benchmark"}, rows=len(prompts))
     written = []
@@ -249,9 +252,10 @@ def main() -> None:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(DIMS[args.dims]))
         overrides = overrides | {"load_format": "dummy"}
-    config = json.loads((Path(model) / "config.json").read_text())
-    points, args.hidden_size = CapturePoints.default(config["num_hidden_layers"]), config["hidden_size"]
-    prompts = make_prompts(args, config["vocab_size"])
+    config = load_config(model)
+    text = text_config(config)
+    points, args.hidden_size = CapturePoints.default(text["num_hidden_layers"]), text["hidden_size"]
+    prompts = make_prompts(args, text["vocab_size"])
     tokens = sum(len(prompt.input_ids) for prompt in prompts)
     synchronous_out = args.ram / "per-request"
     os.environ[SYNCHRONOUS_OUT] = str(synchronous_out)
@@ -296,7 +300,7 @@ def main() -> None:
     finally:
         stop_engine(engine)
 
-    per_token = (len(points.points) + 1) * config["hidden_size"] * 2
+    per_token = bytes_per_token(len(points.points), args.hidden_size, args.state_dtype)
     floor = H200_TFLOPS * 1e12 * args.tp / (2 * active_parameters(config))
     plain = rows["plain"]["tokens"] / rows["plain"]["seconds"]
     print(f"\n{args.dims or model}, {len(prompts)} prompts, {tokens:,} tokens, engine up in {load_seconds:.0f} s")

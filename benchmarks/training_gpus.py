@@ -13,6 +13,7 @@ of the loss, and RESULT {json}. NVLink multicast is off (NCCL_NVLS_ENABLE=0), as
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,7 +61,9 @@ def main():
     parser.add_argument("--tokens-per-rank", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    d, work = DIMS[options.dims], options.work / options.dims
+    d, work = DIMS[options.dims], options.work.resolve() / options.dims
+    for name in ("one", "ddp", "fsdp2"):
+        shutil.rmtree(work / name, ignore_errors=True)  # or a finished run would be resumed, and its old speed printed
     write_target(work / "target", d)
     write_shards(work / "states", work / "target", d, options.samples, None)
     runs = {

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from common import engine as engines  # noqa: E402
 from common.capture_points import CapturePoints  # noqa: E402
+from common.target import load_config, text_config  # noqa: E402
 from common.tokenizing import load_tokenizer  # noqa: E402
 
 MARK = "\N{SYMBOL FOR UNIT SEPARATOR}here\N{SYMBOL FOR UNIT SEPARATOR}"
@@ -39,12 +40,14 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=engines.available_device()[0])
+    parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--engine-args", help="JSON object of further SGLang arguments")
     args = parser.parse_args()
-    tokenizer = load_tokenizer(args.model)
-    layers = json.loads((Path(args.model) / "config.json").read_text())["num_hidden_layers"]
+    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
+    layers = text_config(load_config(args.model))["num_hidden_layers"]
     settings = engines.EngineSettings(
-        args.model, CapturePoints.default(layers), device=args.device, seed=args.seed, decode_graphs=True,
+        args.model, CapturePoints.default(layers), device=args.device, seed=args.seed,
+        trust_remote_code=args.trust_remote_code, decode_graphs=True,
         extra=engines.parse_engine_arguments(args.engine_args),
     )  # fmt: skip
     engine = engines.start_engine(settings, args.output.with_suffix(".log"))

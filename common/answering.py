@@ -2,9 +2,9 @@
 
     rows = await answer(engine, rows, tokenizer, folder, sampling, ...)
 
-Each finished conversation is one line in `folder/answers-{replica}.jsonl`, durable within a second; an interrupted run
-goes on with the conversations that are missing there. common/regeneration.py knows what a prompt and an answer look
-like.
+Each finished conversation is one line in `folder/answers-{replica}.jsonl`, synced to disk at most once a second and at
+the end; an interrupted run goes on with the conversations that are missing there. common/regeneration.py knows what a
+prompt and an answer look like.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ def diagnose(arguments) -> int:
         raise UserError(f"{arguments.diagnose}: nothing names the target model; give --model")
     target = load_target_parts(model)
     layers, width = text_config(target.config)["num_hidden_layers"], target.norm.shape[0]
-    claim = arguments.capture_points or info.get("capture_points")
+    claim = arguments.data_points or arguments.capture_points or info.get("capture_points")
     if claim is None:
         usual = CapturePoints.speculators_default if foreign == "arrow" else CapturePoints.default
         claim = usual(layers).points

@@ -207,9 +207,9 @@ def start_engine(settings: EngineSettings, log: Path):
         try:
             engine = CaptureEngine(**arguments)
         except Exception as error:  # whatever SGLang stumbles over; the log has it in full
-            traceback.print_exc()
             kill_children()
-            cause = cause_in(log, offset) or f"{type(error).__name__}: {error}"
+            cause = cause_in(log, offset) or f"{type(error).__name__}: {error}"  # a child's last word before our own
+            traceback.print_exc()
             if "trust_remote_code=True" in f"{cause} {error}":
                 cause = OWN_CODE
             raise UserError(f"the engine did not start: {cause} (whole log: {log})") from None

@@ -25,16 +25,28 @@ NAMED = 5  # files that a remark names
 
 def foreign_records(out: Path) -> tuple[list[Record], Any, list[str]]:
     """(records sorted by row, the Arrow dataset or None, what was left out and why: one line a reason)."""
-    return arrow_records(out) if (out / "state.json").exists() else (*v1_records(out), [])
+    return arrow_records(out) if (out / "state.json").exists() else v1_records(out)
 
 
-def v1_records(out: Path) -> tuple[list[Record], None]:
+def v1_records(out: Path) -> tuple[list[Record], None, list[str]]:
     import torch
 
-    paths = [path for path in out.rglob("data_*.pt") if SAMPLE_NAME.match(path.name)]
-    loaded = ((path, torch.load(path, map_location="cpu", weights_only=True, mmap=True)) for path in paths)
-    found = [(int(path.stem[5:]), path, c["input_ids"].numpy(), c["loss_mask"].numpy()) for path, c in loaded]
-    return [record(*each) for each in sorted(found, key=lambda item: item[:2])], None
+    found, unreadable = [], []
+    for path in sorted(path for path in out.rglob("data_*.pt") if SAMPLE_NAME.match(path.name)):
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            ids, mask = content["input_ids"].numpy(), content["loss_mask"].numpy()
+            found.append(record(int(path.stem[5:]), path, ids, mask))
+        except Exception:  # cut short, or not what its name says
+            unreadable.append(str(path.relative_to(out)))
+    remarks = []
+    if unreadable:
+        names = ", ".join(unreadable[:NAMED]) + (", ..." if len(unreadable) > NAMED else "")
+        remarks.append(f"{out}: {len(unreadable):,} of {len(found) + len(unreadable):,} files are no readable samples; "
+                       f"left out: {names}")  # fmt: skip
+        if not found:
+            raise UserError(remarks[0])
+    return sorted(found, key=lambda each: (each.index, each.path)), None, remarks
 
 
 def arrow_records(out: Path) -> tuple[list[Record], Any, list[str]]:

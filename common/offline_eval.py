@@ -236,7 +236,7 @@ def points_in_order(reader, num_layers: int) -> CapturePoints:
     Raises UserError where nobody says: the wrong guess costs most of the acceptance, and nothing would show it.
     """
     points = reader.info.get("capture_points")
-    if points is None:
+    if points is None or (reader.foreign and reader.named_points is None):  # ours beside them say nothing of theirs
         usual = ""
         if num_layers >= 7:
             new, old = CapturePoints.speculators_default(num_layers), CapturePoints.default(num_layers)

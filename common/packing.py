@@ -196,8 +196,10 @@ def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
         return
     missing = rows[~torch.isin(rows, kept)]
     if len(missing):
+        record = getattr(document, "record", None)
+        where = record.path if record else f"document {number}"
         raise UserError(
-            f"document {number}: the last state of row {int(missing[0])} (and {len(missing) - 1} more) was not kept "
+            f"{where}: the last state of row {int(missing[0])} (and {len(missing) - 1} more) was not kept "
             f"(--last-state supervised), but is asked for; extract again with --last-state all, or keep the loss mask"
         )
 

@@ -58,5 +58,6 @@ def training_text(plan: dict, gpus: int) -> str:
         f"training: {duration(compute)} an epoch of arithmetic on {gpus} H200 ({TTT_STEPS} TTT steps, at the measured "
         f"{MEASURED_SHARE:.0%}); an epoch reads {plan['read_bytes_per_epoch'] / 1e9:,.1f} GB once: "
         f"{plan['read_gb_per_second_to_keep_up']:.1f} GB/s keep the GPUs busy, one drive of {DISK_GB_PER_SECOND} GB/s "
-        f"takes {duration(reading)}; host memory {plan['host_memory_bytes'] / 1e9:.1f} GB of pinned batches"
+        f"takes {duration(reading)}; host memory {plan['host_memory_bytes'] / 1e9:.1f} GB of pinned batches "
+        f"(train_drafter.py's defaults)"
     )

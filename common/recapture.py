@@ -18,7 +18,6 @@ from common.target import text_config
 
 TokenRow = namedtuple("TokenRow", "index input_ids loss_mask row_hash source category", defaults=(None, None))
 TokenRow.__doc__ = "What Capture.take wants of a sample: input_ids, loss_mask int64 [L]; index unique, from 0."
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def model_dtype(config: dict) -> str:

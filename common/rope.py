@@ -30,7 +30,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
         raise UserError(f"rope scaling {kind!r} is not supported by the drafter; choose one of {', '.join(KNOWN)}")
     needed = ("factor",) if kind == "linear" else ("factor", "original_max_position_embeddings")
     needed += ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
-    missing = [name for name in needed if name not in scaling]
+    missing = [name for name in needed if scaling.get(name) is None]
     if missing:
         raise UserError(f"rope scaling {kind!r} lacks {', '.join(missing)}: {scaling}")
     factor = float(scaling["factor"])
@@ -76,7 +76,7 @@ def score_factor(scaling: dict | None) -> float:
     """
     scaling = scaling or {}
     on = scaling.get("apply_yarn_scaling", True) and scaling.get("apply_scale", True)
-    if scaling.get("rope_type") != "deepseek_yarn" or not on:
+    if scaling.get("rope_type", scaling.get("type")) != "deepseek_yarn" or not on:
         return 1.0
     return _mscale(float(scaling["factor"]), scaling.get("mscale_all_dim", 0.0)) ** 2
 

@@ -191,6 +191,7 @@ class ShardReader:
         paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(each) for each in path]
         self.info: dict[str, Any] = {}
         self.records: list[Record] = []
+        self.named_points = points
         self.foreign: list[Path] = []  # directories that speculators wrote
         self.remarks: list[str] = []  # lines for the person: rows of those that cannot be used, and why
         self._foreign_rows: dict[Path, Any] = {}  # directory -> its Arrow dataset; the files hold no loss mask

@@ -103,3 +103,32 @@ class Reference:
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected|| over the whole tensor."""
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@torch.no_grad()
+def single_layers(model, input_ids, into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What each layer i of `into` makes of the states [L, H] given there, [L, H]: by transformers, one layer at a time,
+    because 61 layers with routing in between turn the rounding of bfloat16 into other experts."""
+    made, handles = {}, []
+    for i, states in into.items():
+        layer = model.model.layers[i]
+
+        def replace(module, arguments, states=states):
+            return (states[None].to(model.dtype), *arguments[1:])
+
+        def keep(module, arguments, output, i=i):
+            made[i] = (output[0] if isinstance(output, tuple) else output).reshape(len(input_ids), -1).float()
+
+        handles += [layer.register_forward_pre_hook(replace), layer.register_forward_hook(keep)]
+    model.model(torch.as_tensor(input_ids)[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return made
+
+
+def layer_errors(found: dict, expected: dict, into: dict) -> dict[int, float]:
+    """Median over rows of ||found - expected||, as a share of what the layer adds to its input."""
+    return {
+        i: ((found[i].float() - want).norm(dim=-1) / (want - into[i].float()).norm(dim=-1)).median().item()
+        for i, want in expected.items()
+    }

@@ -14,7 +14,7 @@ from common.drafting import DraftChain, draft
 from common.errors import UserError
 from common.losses import Teacher
 from common.packing import count_positions, pack_documents, query_positions
-from common.rope import inverse_frequencies, rotate
+from common.rope import inverse_frequencies, rotate, score_factor
 from common.ttt_attention import QUERIES_PER_BLOCK
 from common.vocab import build_draft_vocab, target_ids
 
@@ -550,3 +550,12 @@ def test_no_tensor_is_quadratic_in_tokens_or_tokens_by_vocabulary(monkeypatch):
         monkeypatch.setattr(ttt_attention, "QUERIES_PER_BLOCK", tokens)
         ttt_loss(drafter, batch, teacher, 3, 0.8)
     assert largest.elements >= 4 * (tokens - 2) * (tokens - 2)
+
+
+def test_rope_scaling_is_known_by_either_name_and_a_field_that_is_none_is_missing():
+    yarn = dict(factor=64.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+    old, new = ({name: "deepseek_yarn", **yarn} for name in ("type", "rope_type"))
+    assert score_factor(old) == score_factor(new) == pytest.approx(2.0, abs=0.01)
+    assert score_factor({"type": "yarn", **yarn}) == 1.0
+    with pytest.raises(UserError, match="'yarn' lacks original_max_position_embeddings"):
+        inverse_frequencies(64, 1e4, {"type": "yarn", **yarn, "original_max_position_embeddings": None})

@@ -30,6 +30,7 @@ from common.tokenizing import load_tokenizer
 from tests.speculators_directory import store
 
 pytestmark = pytest.mark.engine
+POINTS = CapturePoints((3, 16, 28), 30)
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +85,10 @@ def of_another_engine(folder, model, rows, points, eight_bits=False):
     return folder
 
 
-def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, monkeypatch, capsys):
-    target, replies = answered["target"], answered["results"][1]["replies"]
-    layers = target.config["num_hidden_layers"]
-    points = CapturePoints.default(layers)
-    rows = []
-    for index, reply in enumerate(replies):
-        ids = torch.tensor(reply.prompt + reply.output)
-        mask = (torch.arange(len(ids)) >= len(reply.prompt)).long()
-        rows.append(TokenRow(index, ids, mask, f"{index:016x}", category=reply.category))
-
-    # The doctor on states of another engine: the reference is SGLang's capture, which the rest of this test looks at.
+@pytest.fixture
+def diagnosed(answered, monkeypatch, capsys):
+    """diagnosed(name, points, eight_bits): (status, what is printed, findings, errors) of the doctor on states that
+    another engine made of the replies; the reference is SGLang's capture, made once."""
     folder = answered["folder"]
 
     def capture_once(model, config, rows, points, _, *more):
@@ -102,27 +96,40 @@ def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, mon
             by_engine(model, config, rows, points, folder / "again", *more)
         return ShardReader(folder / "again" / "states")
 
-    monkeypatch.setattr(doctor_run, "by_engine", capture_once)
-    of = {"right": (points.points, False), "eight bits": (points.points, True)}
-    of["shifted"] = ([point + 1 for point in points.points], False)
-    said, away = {}, {}
-    for name, (at, eight_bits) in of.items():
+    def diagnose(name, at, eight_bits=False):
+        rows = []
+        for index, reply in enumerate(answered["results"][1]["replies"]):
+            ids = torch.tensor(reply.prompt + reply.output)
+            mask = (torch.arange(len(ids)) >= len(reply.prompt)).long()
+            rows.append(TokenRow(index, ids, mask, f"{index:016x}", category=reply.category))
         states = of_another_engine(folder / name, answered["model"], rows, list(at), eight_bits)
         command = ["--diagnose", states, "--model", answered["model"], "--output", folder / f"doctor {name}"]
-        command += ["--capture-points", *points.points]
+        command += ["--data-points", *POINTS.points]
+        monkeypatch.setattr(doctor_run, "by_engine", capture_once)
         monkeypatch.setattr(sys, "argv", ["eval_acceptance.py", *map(str, command)])
         status = eval_acceptance.main()
-        said[name] = capsys.readouterr().out
-        assert status == (name == "shifted"), said[name]
+        said = capsys.readouterr().out
         findings = json.loads((folder / f"doctor {name}" / "report.json").read_text())["findings"]
-        assert findings[-1]["found"] == "last state" and all(finding["certain"] for finding in findings)
-        away[name] = [finding["error"] for finding in findings]
-    assert "every tensor is what it claims to be" in said["right"] and "against sglang" in said["right"]
-    assert 0 < max(away["right"]) < 0.04, away  # bfloat16 in two engines
-    assert "fp8, rounds by 2." in said["eight bits"] and max(away["eight bits"]) < 0.06, away
-    assert "wrong: all points are shifted by +1: they claim [3, 16, 28] and are [4, 17, 29]" in said["shifted"]
+        assert findings[-1]["found"] == "last state" and all(finding["certain"] for finding in findings), said
+        return status, said, [finding["error"] for finding in findings]
 
-    reader = ShardReader(folder / "again" / "states")  # the points and their neighbours
+    return diagnose
+
+
+def test_the_doctor_on_eight_bits_of_another_engine(diagnosed):
+    status, said, away = diagnosed("eight bits", POINTS.points, eight_bits=True)
+    assert status == 0 and "fp8, rounds by 2." in said and max(away) < 0.06, said
+
+
+def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, diagnosed, monkeypatch, capsys):
+    target, replies, points = answered["target"], answered["results"][1]["replies"], POINTS
+    status, said, away = diagnosed("right", points.points)
+    assert status == 0 and 0 < max(away) < 0.04, said  # bfloat16 in two engines
+    assert "every tensor is what it claims to be" in said and "against sglang" in said
+    status, said, _ = diagnosed("shifted", [point + 1 for point in points.points])
+    assert status == 1 and "wrong: all points are shifted by +1: they claim [3, 16, 28] and are [4, 17, 29]" in said
+
+    reader = ShardReader(answered["folder"] / "again" / "states")  # the points and their neighbours
     captured = reader.info["capture_points"]
 
     def load(record):

@@ -14,9 +14,11 @@ import torch
 
 import eval_acceptance
 from common.errors import UserError
+from common.offline_eval import points_in_order
 from common.recapture import TokenRow, by_transformers
 from common.shards import ShardReader
 from tests import speculators_directory as theirs
+from tests.shard_writer import capture
 from tests.training_fixtures import train_here
 
 ROWS, POINTS = 20, [2, 4, 5]  # speculators' own default for 8 layers
@@ -105,6 +107,27 @@ def test_trained_on_and_evaluated(directories, small_target, tmp_path, capsys, m
         evaluate(capsys, monkeypatch, "--drafter", tmp_path / "full", *unnamed, "--data-points", 3, 5, 6)
     with pytest.raises(UserError, match="number of capture points 2 does not fit .* 3 and the last state"):
         train_here(None, *unnamed, *common, "--data-points", 3, 5)
+
+
+def test_our_points_say_nothing_of_theirs(directories, tmp_path):
+    """Beside a directory of ours, whose dataset.json names its points, the other one's must still be named."""
+    capture(tmp_path / "ours", 10)
+    for both in ([tmp_path / "ours", directories["full"]], [directories["full"], tmp_path / "ours"]):
+        with pytest.raises(UserError, match="full: nothing says which layers these states are"):
+            points_in_order(ShardReader(both), 61)
+        with pytest.raises(UserError, match=r"ours: its states are of points \[3, 31, 59\], not \[2, 4, 5\]"):
+            ShardReader(both, POINTS)
+        assert points_in_order(ShardReader(both, [3, 31, 59]), 61).points == (3, 31, 59)
+
+
+def test_a_damaged_v1_file_is_left_out_and_named(tmp_path):
+    sample = {"input_ids": torch.arange(5), "loss_mask": torch.ones(5, dtype=torch.int64)}
+    for index in range(3):
+        torch.save(sample | {"hidden_states": [torch.zeros(5, 4)] * 4}, tmp_path / f"data_{index}.pt")
+    os.truncate(tmp_path / "data_1.pt", 300)
+    reader = ShardReader(tmp_path, POINTS)
+    assert [record.index for record in reader.records] == [0, 2]
+    assert reader.remarks == [f"{tmp_path}: 1 of 3 files are no readable samples; left out: data_1.pt"]
 
 
 def test_what_is_missing_is_one_clear_line(directories, tmp_path):

@@ -77,7 +77,7 @@ def run(script: str, *arguments, expect: int = 0) -> str:
     """What a script prints, run as a person runs it."""
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=400, env=training_fixtures.environment(),
+        command, capture_output=True, text=True, cwd=ROOT, timeout=850, env=training_fixtures.environment(),
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == expect, (done.stdout + done.stderr)[-4000:]
@@ -120,7 +120,7 @@ def test_extract_equals_transformers_and_sglangs_own_capture(target, data, captu
         assert set(proof["bit_equal"]) == set(POINTS.names()) == set(proof["relative_error"])
         assert max(proof["relative_error"].values()) <= TOLERANCE
         assert min(proof["neighbour_error"][f"point {point}"] for point in POINTS.points) > 0.01
-    assert checks["own_token"] == {"checked": 6, "near_ties": 0, "mismatches": 0}
+    assert checks["own_token"] == {"checked": 6, "ties": 0, "near_ties": 0, "mismatches": 0}
 
 
 def test_a_shifted_point_would_not_pass(reference):

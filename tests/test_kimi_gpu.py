@@ -53,35 +53,6 @@ LAYERS = (3, 31, 59, 60)  # both sides of these are captured
 AROUND = [3, 4, 31, 32, 59, 60]
 
 
-@torch.no_grad()
-def single_layers(model, input_ids, into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What each layer i of `into` makes of the states [L, H] given there, [L, H]: by transformers, one layer at a time,
-    because 61 layers with routing in between turn the rounding of bfloat16 into other experts."""
-    made, handles = {}, []
-    for i, states in into.items():
-        layer = model.model.layers[i]
-
-        def replace(module, arguments, states=states):
-            return (states[None].to(model.dtype), *arguments[1:])
-
-        def keep(module, arguments, output, i=i):
-            made[i] = (output[0] if isinstance(output, tuple) else output).reshape(len(input_ids), -1).float()
-
-        handles += [layer.register_forward_pre_hook(replace), layer.register_forward_hook(keep)]
-    model.model(torch.as_tensor(input_ids)[None], use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return made
-
-
-def errors(found: dict, expected: dict, into: dict) -> dict[int, float]:
-    """Median over rows of ||found - expected||, as a share of what the layer adds to its input."""
-    return {
-        i: ((found[i].float() - want).norm(dim=-1) / (want - into[i].float()).norm(dim=-1)).median().item()
-        for i, want in expected.items()
-    }
-
-
 def compare(folder: Path, samples) -> None:
     """samples: (input_ids, states at AROUND and the last one) as captured from the INT4 checkpoint in `folder`.
 
@@ -94,13 +65,14 @@ def compare(folder: Path, samples) -> None:
     for input_ids, states in samples:
         at = dict(zip([*AROUND, 61], states, strict=True))
         into, out = {i: at[i] for i in LAYERS}, {i: at[i + 1] for i in LAYERS}
-        expected = single_layers(exact, input_ids, into)
-        seen.append((errors(out, expected, into), errors(single_layers(rounded, input_ids, into), expected, into)))
+        expected = helpers.single_layers(exact, input_ids, into)
+        usual = helpers.layer_errors(helpers.single_layers(rounded, input_ids, into), expected, into)
+        seen.append((helpers.layer_errors(out, expected, into), usual))
     found, usual = ({i: statistics.median(pair[k][i] for pair in seen) for i in LAYERS} for k in range(2))
     assert all(found[i] <= 2 * usual[i] + 0.002 for i in LAYERS), (found, usual)
     for i in LAYERS:
         exact.model.layers[i].mlp.experts.down_proj.data.mul_(0.8)
-    spoilt = errors(out, single_layers(exact, input_ids, into), into)
+    spoilt = helpers.layer_errors(out, helpers.single_layers(exact, input_ids, into), into)
     assert all(spoilt[i] > 2 * found[i] for i in LAYERS), (found, spoilt)
 
 

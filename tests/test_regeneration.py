@@ -1,11 +1,13 @@
 """--regenerate without an engine: which prompts are asked, in which order, and that the saved chat reads back."""
 
+import asyncio
 import json
 
 import pytest
 
-from common import embedded_model
+from common import answering, embedded_model
 from common.conversations import load_rows, parse_row
+from common.engine import EngineDied
 from common.errors import UserError
 from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
 from common.tokenizing import load_tokenizer, tokenize_row
@@ -99,6 +101,23 @@ def test_an_answer_that_the_template_changes_is_reported(smollm2):
         assert fill(script, row, smollm2, "Hello<|im_end|>")
     finally:
         smollm2.chat_template = before
+
+
+def test_an_engine_that_never_answers_ends_the_run(smollm2, tmp_path, monkeypatch):
+    class Hung:
+        async def async_generate(self, **_):
+            await asyncio.Event().wait()
+
+        def get_all_child_pids(self):
+            return []
+
+    monkeypatch.setattr(answering, "SILENCE_SECONDS", 0.3)
+    work = answering.answer(
+        Hung(), [row_of({"turns": ["Hi"]})], smollm2, tmp_path / "answers.jsonl", temperature=0.0, max_new_tokens=4,
+        context_length=100, template_kwargs=None, on_done=print, given_up=answering.GivenUp(),
+    )  # fmt: skip
+    with pytest.raises(EngineDied, match="has been silent for 0 s; its stacks are in its log"):
+        asyncio.run(asyncio.wait_for(work, 60))
 
 
 def test_a_prompt_without_room_is_named(smollm2):
