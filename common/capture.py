@@ -240,9 +240,11 @@ class Capture:
     # -- commits --
 
     async def commit_loop(self):
-        """Group commits: all records that arrived meanwhile share the fsyncs."""
+        """Group commits: all records that arrived meanwhile share the fsyncs. Nothing waits when no more can come."""
         while True:
-            await asyncio.sleep(COMMIT_SECONDS)
+            until = self.loop.time() + COMMIT_SECONDS
+            while self.loop.time() < until and not (self.ready and len(self.ready) == len(self.samples)):
+                await asyncio.sleep(COMMIT_SECONDS / 20)
             try:
                 self.commit_ready()
             except Exception as error:  # whatever it is, waiting on would be for ever
