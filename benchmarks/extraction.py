@@ -158,7 +158,7 @@ def capture(engine, prompts: list[Prompt], out: Path, points: CapturePoints, arg
         "ring_bytes": int(args.ring_gb * 1e9), "writers": args.writers,
         "tokens_in_flight": 4 * (args.chunk_tokens or 16384),
     }  # fmt: skip
-    run = RunDirectory(out, {"model": "benchmark"}, rows=len(prompts))
+    run = RunDirectory(out, {"model": "benchmark"}, rows=len(prompts), layout=args.layout)
     written = []
 
     async def go():
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=16384)
     parser.add_argument("--ring-gb", type=float, default=8.0)
     parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--layout", default="v1", choices=("v1", "arrow"))
     parser.add_argument("--state-dtype", default="bfloat16")
     parser.add_argument("--engine-args", help="JSON object of further SGLang arguments")
     parser.add_argument("--log", type=Path, help="where the engine's log goes; default: in --ram")
