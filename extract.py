@@ -339,7 +339,7 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
 
 def verify_directory(args) -> int:
     progress = Progress("verify", total=None, unit="files", stream=sys.stderr)
-    tick = lambda files, nbytes: progress.update(files, gb=round(nbytes / 1e9, 3))  # noqa: E731
+    tick = lambda files, nbytes: progress.update(files, read=f"{nbytes / 1e9:.3f} GB")  # noqa: E731
     found = verify(args.verify, repair=args.repair, progress=tick)
     progress.close()
     print(json.dumps(found.as_dict(), indent=1) if args.json else "\n".join(found.lines()))

@@ -40,8 +40,10 @@ from common.shards import ShardReader
 from common.step_profile import StepClock, peak_tflops
 from common.target import TargetParts, load_target_parts, model_of, text_config
 from common.train_step import GraphedStep, clipped_step, useful_flops
-from common.training_log import TrainingLog, eval_line, read_metrics, step_figures, step_line
+from common.training_log import TrainingLog, eval_line, over_steps, read_metrics, step_figures, step_line
 from common.vocab import build_draft_vocab, target_ids
+
+FEW_STEPS = 20  # a run of fewer is told that it is too short to make a drafter
 
 
 def option(default, text: str):
@@ -170,6 +172,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     for reason, count in sorted(schedule.counts.items()):
         note(f"samples: {reason}: {count:,}")
     note(f"samples: {len(schedule.records):,} to train on, {len(held_out):,} held out")
+    if total_steps < FEW_STEPS:
+        note(f"warning: {total_steps} optimizer steps make no drafter; raise --epochs, or lower --tokens-per-step")
     note(f"a step: {batches_per_step} batches of {schedule.budget}, {schedule.steps(0):,} steps an epoch; unused room: "
          + ", ".join(f"{name} {100 * share:.1f}%" for name, share in schedule.padding().items()))  # fmt: skip
 
@@ -203,6 +207,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         skipped += state["skipped_steps"]
         changed = {k: v for k, v in as_dict(arguments).items() if state["arguments"].get(k) != v}
         note(f"continuing from {path}, step {step:,}" + (f"; arguments changed: {changed}" if changed else ""))
+    elif rank == 0 and (out / "metrics.jsonl").exists():
+        note(f"an earlier run left no checkpoint in {out} (--save-every): starting again from step 0")
 
     # The loop.
     log = None
@@ -225,6 +231,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         drafter.compile_parts()
     pending = None  # the step whose figures the device is still computing
     line_time, stopped, held_out_checked, skipped_so_far = time.monotonic(), False, None, int(skipped)
+    since_line: list[dict] = []  # figures of the steps that no line has told yet
+    began_at = step
 
     def finish(pending: dict) -> None:
         nonlocal line_time, skipped_so_far
@@ -233,8 +241,10 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         progress.update(pending["step"], loss=f"{figures['loss']:.4f}", tokens_per_second=figures["tokens_per_second"])
         if rank == 0:
             log.write("train", pending["step"], figures)
+            since_line.append(figures)
             if pending["step"] % arguments.log_every == 0 or pending["step"] == total_steps:
-                note(step_line(pending["step"], total_steps, figures))
+                note(step_line(pending["step"], total_steps, over_steps(since_line)))
+                since_line.clear()
         if figures["skipped_steps"] > skipped_so_far:
             skipped_so_far = figures["skipped_steps"]
             set_aside.suspect(pending["step"], pending["indices"])
@@ -338,7 +348,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     told = "nothing was held out"
     if best:
         told = f"best at step {best['step']:,}: tau {best['tau']:.3f}, step-0 accuracy {best['step0_accuracy']:.1%}"
-    progress.close(f"{total_steps:,} steps in {duration(time.monotonic() - started)}; {told}; drafter in {out}")
+    took = duration(time.monotonic() - started)
+    progress.close(f"{total_steps:,} steps, {total_steps - began_at:,} of them now in {took}; {told}; drafter in {out}")
     return 0
 
 

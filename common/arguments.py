@@ -7,6 +7,7 @@ A YAML file serves all three scripts. A few keys are shared and stand at its top
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import sys
@@ -24,7 +25,17 @@ Arguments = TypeVar("Arguments")
 
 
 class HelpLayout(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """--help: the script's docstring as it is written, and the default of each argument."""
+    """--help: the script's docstring as it is written; each argument under one name, with its default if it has one."""
+
+    def _format_action_invocation(self, action):
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" not in name][:2]
+        return super()._format_action_invocation(shown if shown.option_strings else action)
+
+    def _get_help_string(self, action):
+        if isinstance(action, argparse._StoreFalseAction):
+            return f"Switch it off: {action.help}"
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parse(
@@ -36,7 +47,8 @@ def parse(
     Raises `UserError` for a YAML file that cannot be read or holds an unknown key.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(arguments_class, description=description, formatter_class=HelpLayout)
+    usage = "%(prog)s [CONFIG.yaml] [--ARGUMENT VALUE ...]"
+    parser = HfArgumentParser(arguments_class, usage=usage, description=description, formatter_class=HelpLayout)
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = read_yaml(Path(argv.pop(0)), section, {field.name for field in dataclasses.fields(arguments_class)})
         for action in parser._actions:
@@ -72,6 +84,8 @@ def read_yaml(path: Path, section: str, known: set[str]) -> dict:
         if unknown := sorted(set(names) - allowed):
             near = difflib.get_close_matches(unknown[0], allowed, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(allowed))}"
+            if not near and names is content:
+                advice += f"; the keys of one script stand in its section: {', '.join(SECTIONS)}"
             raise UserError(f"{path}: {where} has the unknown key {unknown[0]}; {advice}")
     shared = {key: value for key, value in content.items() if key in known}
     return {**shared, **own}

@@ -16,7 +16,7 @@ from common.capture_points import CapturePoints
 from common.errors import UserError
 from common.progress import Progress
 from common.recapture import TokenRow, by_engine, by_transformers, model_dtype
-from common.target import load_target_parts, text_config
+from common.target import load_target_parts, model_of, text_config
 
 DEFAULT_SAMPLES = 4
 Stored = namedtuple("Stored", "input_ids loss_mask states last_rows dtypes")
@@ -27,7 +27,7 @@ what each state is stored in, where `states` are widened."""
 def diagnose(arguments) -> int:
     """Prints what is stored, what it should be and what is wrong; writes report.json. Returns 1 when anything is."""
     stored, info, foreign = read_stored(Path(arguments.diagnose), arguments.max_samples or DEFAULT_SAMPLES)
-    model = arguments.model or info.get("model")
+    model = arguments.model or model_of(info)
     if model is None:
         raise UserError(f"{arguments.diagnose}: nothing names the target model; give --model")
     target = load_target_parts(model)

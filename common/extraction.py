@@ -18,6 +18,7 @@ from common.placement import Job, Placement, place
 from common.plan import last_rows_kept
 from common.shard_check import bytes_per_token, plan_bytes, require_disk
 from common.shard_run import Skipped
+from common.shards import LAYOUTS
 from common.target import checkpoint_folder, load_config, text_config
 from common.tokenizing import load_tokenizer, one_row_per_turn, tokenize_rows, tokenizer_fingerprint
 
@@ -28,10 +29,11 @@ STATE_DTYPES = (*DTYPES, "fp8")
 def read_target(args) -> dict:
     """Everything about the target that needs no weights; complaints about arguments come from here."""
     choices = {"device": ("auto", "cuda", "cpu"), "dtype": ("auto", *DTYPES), "state_dtype": STATE_DTYPES}
-    choices["last_state"] = ("all", "supervised")
+    choices |= {"last_state": ("all", "supervised"), "layout": (None, *LAYOUTS)}
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected one of {', '.join(allowed)}")
+            flag, named = name.replace("_", "-"), ", ".join(filter(None, allowed))
+            raise UserError(f"--{flag} {getattr(args, name)}: expected one of {named}")
     for name in ("ring_gb", "writers", "tp", "chunk_tokens", "rows_per_block", "max_new_tokens"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above zero")

@@ -62,7 +62,7 @@ class Verification:
 
     def problems(self) -> list[tuple[str, list[str]]]:
         return [
-            ("damaged", self.damaged),
+            ("damaged file", self.damaged),
             ("damaged line", self.broken_lines),
             ("half line", self.half_lines),
             ("uncommitted file", self.uncommitted),

@@ -52,6 +52,7 @@ COMMITTED, SET_ASIDE, SKIPPED_ROW = "committed", "set_aside", "skipped"
 TEMPORARY = ".tmp"  # every unfinished file ends with it: speculators' v1 reader takes whatever ends with "pt"
 BLOCK_NAME = re.compile(r"rows_(\d+)-(\d+)$")
 SAMPLE_NAME = re.compile(r"(?:data_(\d+)\.pt|hs_(\d+)\.safetensors)$")
+REDO = "extract.py --verify DIR --repair drops it, and the extraction's own command does it again"
 STATE_TENSORS = {"hidden_states", "hidden_states_scales", "last_state"}  # of a safetensors file
 SAME_IN_ALL = ("model", "revision", "config_hash", "tokenizer_hash", "capture_points", "last_state", "dtype")
 
@@ -221,7 +222,7 @@ class ShardReader:
         damaged or of another shape than its manifest line says.
         """
         if verify and record.xxh3 is not None and (problem := file_problem(record)):
-            raise UserError(f"{record.path}: {problem}; run extract.py --verify, then resume to redo the sample")
+            raise UserError(f"{record.path}: {problem}; {REDO}")
         with readable(record.path):
             input_ids, loss_mask, states, scales = self._read(record, with_states=True)
             states = widened(states, scales)
@@ -318,10 +319,10 @@ def readable(path: Path):
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(f"{path}: the file of a committed sample is missing; run extract.py --verify") from None
+        raise UserError(f"{path}: the file of a committed sample is missing; {REDO}") from None
     except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
         what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{path}: not a readable sample ({what}); run extract.py --verify") from None
+        raise UserError(f"{path}: not a readable sample ({what}); {REDO}") from None
 
 
 def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None") -> "list[torch.Tensor]":

@@ -119,8 +119,28 @@ def step_figures(pending: dict, seconds: float, peak_tflops: float | None, devic
     }
 
 
+def over_steps(several: list[dict]) -> dict:
+    """The figures of several steps as one: rates over all their time, the rest averaged by supervised tokens."""
+    seconds = sum(figures["seconds"] for figures in several)
+    weights = [figures["supervised_tokens"] or 1 for figures in several]
+
+    def mean(values):
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+    one = dict(several[-1])
+    for name in ("tokens", "supervised_tokens", "samples"):
+        one[f"{name}_per_second"] = sum(figures[name] for figures in several) / seconds
+    one["loss"] = mean([figures["loss"] for figures in several])
+    one["accuracy_per_step"] = [mean(values) for values in zip(*(f["accuracy_per_step"] for f in several), strict=True)]
+    if one["mfu"] is not None:
+        one["mfu"] = sum(figures["mfu"] * figures["seconds"] for figures in several) / seconds
+    phases = [figures["milliseconds"] for figures in several]
+    one["milliseconds"] = {name: sum(phase[name] for phase in phases) / len(phases) for name in phases[-1]}
+    return one
+
+
 def step_line(step: int, total: int, figures: dict) -> str:
-    """One line a step, the same figures as metrics.jsonl in short."""
+    """One line, the figures of metrics.jsonl in short (of several steps: `over_steps`)."""
     milliseconds = figures["milliseconds"]
     whole = sum(milliseconds.values()) or 1.0
     parts = [

@@ -1,4 +1,4 @@
-"""The operations that MFU counts are those that the layer does, for both kinds of layer."""
+"""What a log line says: MFU counts the operations of the layer, and rates are those of all the steps of the line."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.packing import pack_documents
 from common.train_step import useful_flops
+from common.training_log import over_steps
 from tests.test_drafter import document, make
 
 
@@ -36,3 +37,15 @@ def test_useful_operations_are_those_of_the_layer(kind):
     head = 2 * predicted * c.hidden_size * c.draft_vocab_size * num_steps
     useful = useful_flops(c, tokens, queries, predicted, batch.num_pairs, num_steps)
     assert useful == 2 * fc + 3 * (layer + attention + head) + head / num_steps  # the teacher's head, forward only
+
+
+def test_a_line_over_several_steps_has_their_rates_and_their_mean_loss():
+    step = dict(accuracy_per_step=[0.5, 0.0], mfu=0.5, samples=2, learning_rate=1e-4)
+    phases = {"forward": 10.0, "backward": 30.0}
+    large = step | dict(loss=2.0, tokens=900, supervised_tokens=300, seconds=1.0, milliseconds=phases)
+    small = step | dict(loss=6.0, tokens=100, supervised_tokens=100, seconds=1.0, mfu=0.1, milliseconds=phases)
+    one = over_steps([large, small])
+    assert one["tokens_per_second"] == 500 and one["supervised_tokens_per_second"] == 200
+    assert one["loss"] == (2 * 300 + 6 * 100) / 400 and one["accuracy_per_step"] == [0.5, 0.0]
+    assert one["samples_per_second"] == 2 and one["mfu"] == 0.3 and one["milliseconds"] == phases
+    assert over_steps([small])["tokens_per_second"] == 100 and over_steps([small])["loss"] == 6.0
