@@ -102,6 +102,8 @@ def main() -> int:
         raise UserError("give --data (shards, offline) or --prompts (JSON lines, in the engine), or both")
     if arguments.check_parity and not arguments.prompts:
         raise UserError("--check-parity needs --prompts: it scores the engine's replies in both modes")
+    if arguments.max_samples is not None and arguments.max_samples < 1:
+        raise UserError(f"--max-samples {arguments.max_samples}: expected 1 or more")
     report_path = Path(arguments.output) / "report.json"
     content = {"versions": report.versions(), "arguments": command_line.as_dict(arguments)}
     report.save_json(report_path, content)  # a folder that cannot be written is found before the work
@@ -172,6 +174,8 @@ def offline(arguments: Arguments) -> dict:
     for path in arguments.drafter:  # all are checked before the first is evaluated
         drafter, _ = load_drafter(path, target.config, points)
         check_fit(drafter.config, reader.info, target, sample, path, arguments.data[0])
+        if (widest := max(setting.topk for setting in settings)) > drafter.config.draft_vocab_size:
+            raise UserError(f"--topk {widest}: {path} can name only {drafter.config.draft_vocab_size} tokens")
         drafters.append(drafter)
 
     target = evaluation_target(target, device)

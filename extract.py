@@ -329,7 +329,7 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
         if len(complete) < len(rows):
             progress.note(f"stopped while answering; {len(complete):,} of {len(rows):,} conversations are safe")
             raise KeyboardInterrupt
-        with chats.open("w") as file:
+        with chats.open("w", errors="backslashreplace") as file:
             for _, row in sorted(complete.items()):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

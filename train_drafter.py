@@ -118,8 +118,15 @@ class TrainArguments:
                    "device": ("auto", "cuda", "cpu"), "drafter_type": ("llama", "mla")}  # fmt: skip
         values = vars(self)
         wrong = [f"{n} {values[n]}: expected {', '.join(all_)}" for n, all_ in choices.items() if values[n] not in all_]
-        positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every")
+        positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every",
+                    "workers")  # fmt: skip
         wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
+        not_negative = ("max_steps", "tokens_per_batch", "read_ahead")
+        wrong += [f"{name} {values[name]}: expected 0 or more" for name in not_negative if values[name] < 0]
+        wrong += [f"{name} {values[name]}: expected a number above 0" for name in ("epochs", "learning_rate")
+                  if not 0 < values[name] < math.inf]  # fmt: skip
+        if not 0 <= self.eval_fraction < 1:
+            wrong.append(f"eval_fraction {self.eval_fraction}: expected a number from 0 (no evaluation) to below 1")
         if self.drafter_type == "mla" and self.export == "speculators":
             wrong.append(f"export speculators: {NO_LATENT_SPECULATORS}")
         if wrong:
@@ -181,7 +188,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     progress.stage("building the drafter")
     drafter = build_drafter(arguments, target, points, frequencies, found, note)
     check_fit(drafter.config, reader.info, target, reader.load(training[0]), "the drafter", arguments.data[0])
-    serving_ids = arguments.serving_ids or serving_ids_for(drafter.config, target.config)  # refuses before any step
+    serving_ids = choose_serving_ids(arguments.serving_ids, drafter.config, target.config, note)
     identity = checkpoints.identify(as_dict(arguments), target, drafter, schedule, held_out)
     on_device = evaluation_target(target, device)
     drafter.to(device)
@@ -311,24 +318,27 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
             pending = None
         if not saving:
             continue
-        better = False
+        better, learned = False, int(skipped) < step  # weights that no step has changed make no drafter
         if evaluating:
             if held_out_checked is None:
                 held_out_checked = set_aside.without_bad(reader, held_out[rank::num_ranks])
             figures = evaluate_held_out(drafter, on_device, reader, held_out_checked, arguments.ttt_steps, progress)
-            better = best is None or (figures["tau"] or 0) > best["tau"]
+            better = learned and (best is None or (figures["tau"] or 0) > best["tau"])
             if better:
                 best = {"step": step, "tau": figures["tau"] or 0, "step0_accuracy": figures["step0_accuracy"]}
             if rank == 0:
                 log.write("eval", step, figures)
-                draw_curves(read_metrics(out), out / "curves.png", f"{out.resolve().name}, step {step:,}")
+                try:
+                    draw_curves(read_metrics(out), out / "curves.png", f"{out.resolve().name}, step {step:,}")
+                except OSError as error:
+                    note(f"{out / 'curves.png'}: cannot write there ({error.strerror or error}); training goes on")
                 note(eval_line(step, figures, better))
         progress.stage("saving")
         weights, moments = checkpoints.collect(drafter, optimizer)
         if rank == 0:
-            if better or (not held_out and step == total_steps):
+            if better or (learned and not held_out and step == total_steps):
                 publish(out, arguments, drafter, target, model, serving_ids, weights)
-            if step == total_steps:
+            if learned and step == total_steps:
                 publish(out / "final", arguments, drafter, target, model, serving_ids, weights)
             checkpoints.save(out, step, weights, moments, {
                 "position": position, "best": best, "skipped_steps": int(skipped),
@@ -345,11 +355,17 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     if step < total_steps:
         progress.close(f"stopped at step {step:,} of {total_steps:,}; the same command continues from there")
         return EXIT_INTERRUPTED
+    if (without := int(skipped)) >= step:
+        raise UserError(f"{out}: each of {step} steps was skipped for a non-finite gradient, no weight has changed and "
+                        f"no drafter was written; {set_aside.path} names the samples: check them and the target's "
+                        f"weights, or lower --learning-rate, and train into another --output")  # fmt: skip
     told = "nothing was held out"
     if best:
         told = f"best at step {best['step']:,}: tau {best['tau']:.3f}, step-0 accuracy {best['step0_accuracy']:.1%}"
     took = duration(time.monotonic() - started)
-    progress.close(f"{total_steps:,} steps, {total_steps - began_at:,} of them now in {took}; {told}; drafter in {out}")
+    skips = f", {without:,} skipped for a non-finite gradient" if without else ""
+    progress.close(f"{total_steps:,} steps, {total_steps - began_at:,} of them now in {took}{skips}; {told}; drafter "
+                   f"in {out}")  # fmt: skip
     return 0
 
 
@@ -384,6 +400,24 @@ def build_drafter(arguments: TrainArguments, target: TargetParts, points: Captur
     drafter.set_vocab(d2t, t2d)
     drafter.init_weights(arguments.seed, target.lm_head)
     return drafter
+
+
+def choose_serving_ids(given: list[int] | None, config: DrafterConfig, target_config: dict, note) -> list[int]:
+    """SGLang's layer ids: those given, else by the family's rule. `UserError` for too few, too many or no rule."""
+    if given is None:
+        return serving_ids_for(config, target_config)
+    points = list(config.capture_points)
+    if len(given) != len(points):
+        raise UserError(f"--serving-ids {given}: {len(given)} ids for {len(points)} capture points {points}; give one "
+                        f"id for each point, in their order")  # fmt: skip
+    try:
+        known = serving_ids_for(config, target_config)
+    except UserError:  # the family's rule is not known: what the argument is for
+        known = given
+    if known != given:
+        note(f"warning: --serving-ids {given} are used, but by its family's rule this target captures {points} with "
+             f"{known}; leave --serving-ids out to use those")  # fmt: skip
+    return given
 
 
 def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:

@@ -66,7 +66,7 @@ async def answer(
                     return  # interrupted between two turns
                 saved = {**regenerated_row(row, script), "asked": row.row_hash}
                 line = json.dumps(saved, ensure_ascii=False) + "\n"
-                file.write(line.encode())
+                file.write(line.encode(errors="backslashreplace"))
                 file.flush()
                 if time.monotonic() - synced > SYNC_SECONDS:
                     os.fsync(file.fileno())
@@ -111,7 +111,8 @@ class GivenUp:
 
 
 def answered(folder: Path, rows: list[Row]) -> dict[int, dict]:
-    """Row number -> answered row, of every whole line in `folder/answers-*.jsonl`; a line cut in half is cut away.
+    """Row number -> answered row, of every whole line in `folder/answers-*.jsonl`; a line cut in half is cut away,
+    and a damaged one does not count.
 
     UserError when a row of the data is not the one that was answered under its number.
     """
@@ -124,7 +125,10 @@ def answered(folder: Path, rows: list[Row]) -> dict[int, dict]:
             with path.open("r+b") as file:
                 file.truncate(len(whole))
         for line in whole.splitlines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # damaged: answered again
             if asked.get(row["index"]) != row.pop("asked"):
                 raise UserError(
                     f"{path}: row {row['index']} of the data is not the one that was answered: the data changed; "

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -50,7 +50,7 @@ def parse(
     usage = "%(prog)s [CONFIG.yaml] [--ARGUMENT VALUE ...]"
     parser = HfArgumentParser(arguments_class, usage=usage, description=description, formatter_class=HelpLayout)
     if argv and argv[0].endswith((".yaml", ".yml")):
-        values = read_yaml(Path(argv.pop(0)), section, {field.name for field in dataclasses.fields(arguments_class)})
+        values = read_yaml(Path(argv.pop(0)), section, get_type_hints(arguments_class))
         for action in parser._actions:
             if action.dest in values:
                 action.required = False
@@ -67,8 +67,11 @@ def parse(
     return arguments
 
 
-def read_yaml(path: Path, section: str, known: set[str]) -> dict:
-    """The values of `path` that concern one script: the shared keys it knows and its own section."""
+def read_yaml(path: Path, section: str, known: dict) -> dict:
+    """The values of `path` that concern one script: the shared keys it knows and its own section.
+
+    known: the type of each argument. One value for an argument that takes several becomes a list of it.
+    """
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
@@ -78,15 +81,25 @@ def read_yaml(path: Path, section: str, known: set[str]) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of argument names to values, found {type(content).__name__}")
     own = content.pop(section, None) or {}
+    if not isinstance(own, dict):
+        raise UserError(f"{path}: section '{section}' is {own!r}, expected a mapping of argument names to values")
     for other in SECTIONS:
         content.pop(other, None)
-    for where, names, allowed in ((f"section '{section}'", own, known), ("the top level", content, set(SHARED))):
-        if unknown := sorted(set(names) - allowed):
-            near = difflib.get_close_matches(unknown[0], allowed, n=1)
+    for where, names, allowed in ((f"section '{section}'", own, set(known)), ("the top level", content, set(SHARED))):
+        if unknown := sorted(set(names) - allowed, key=str):
+            near = difflib.get_close_matches(str(unknown[0]), allowed, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(allowed))}"
             if not near and names is content:
                 advice += f"; the keys of one script stand in its section: {', '.join(SECTIONS)}"
             raise UserError(f"{path}: {where} has the unknown key {unknown[0]}; {advice}")
+        for key in set(names) & set(known):
+            several, value = any(get_origin(kind) is list for kind in (known[key], *get_args(known[key]))), names[key]
+            if isinstance(value, dict) or (isinstance(value, list) and not several):
+                expected = "a list or one value" if several else "one value"
+                expected += ", a JSON object in quotes" if key == "engine_args" else ""
+                raise UserError(f"{path}: {where}: {key} is {value!r}, expected {expected}")
+            if several and value is not None and not isinstance(value, list):
+                names[key] = [value]
     shared = {key: value for key, value in content.items() if key in known}
     return {**shared, **own}
 

@@ -11,6 +11,7 @@ ranks: a step is the next `batches_per_step` batches, shared out over ranks and 
 epoch is filled up with empty batches, so every rank takes the same number of steps and every sample is used once.
 """
 
+import io
 import math
 import threading
 from collections import Counter
@@ -24,6 +25,7 @@ import xxhash
 
 from common.errors import UserError
 from common.packing import count_positions
+from common.shard_writing import write_atomically
 
 WINDOW = 512  # documents that a batch may choose from
 PAIRS = 100  # of these, how many are tried two at a time to fill the last gap
@@ -108,7 +110,10 @@ def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, work
 
 
 def scan_once(path: Path, reader, records, num_steps: int, max_tokens: int, vocab_size: int, workers: int = 4):
-    """`scan`, kept in the file `path`, so that a continued run need not open every sample again."""
+    """`scan`, kept in the file `path`, so that a continued run need not open every sample again.
+
+    Raises `UserError` when the file cannot be written, too.
+    """
     key = [fingerprint(records), num_steps, max_tokens, vocab_size]
     try:
         kept = torch.load(path, weights_only=True)
@@ -117,7 +122,9 @@ def scan_once(path: Path, reader, records, num_steps: int, max_tokens: int, voca
     except Exception:  # not there, or cut short by a kill: it is made again
         pass
     sizes, frequencies = scan(reader, records, num_steps, max_tokens, vocab_size, workers)
-    torch.save({"key": key, "sizes": torch.from_numpy(sizes), "frequencies": frequencies}, path)
+    content = io.BytesIO()
+    torch.save({"key": key, "sizes": torch.from_numpy(sizes), "frequencies": frequencies}, content)
+    write_atomically(path, content.getbuffer())
     return sizes, frequencies
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -137,6 +138,7 @@ def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Pat
         files = {}
         for name, tensors in zip(FILES, (weights, moments), strict=True):
             save_file(tensors, temporary / name)
+            readable(temporary / name)
             fsync_file(temporary / name)
             files[name] = {"bytes": (temporary / name).stat().st_size, "xxh3": hash_file(temporary / name)}
         with open(temporary / "state.json", "w") as file:
@@ -148,10 +150,25 @@ def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Pat
             shutil.rmtree(final)
         os.rename(temporary, final)
         fsync_directory(final.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise cannot_write(final, error) from None
+        raise cannot_write(final, os_error(error)) from None
     return final
+
+
+def readable(path: Path) -> None:
+    """Give a file that safetensors wrote (mode 0600) the mode that the umask gives every other file."""
+    os.umask(umask := os.umask(0))
+    os.chmod(path, 0o666 & ~umask)
+
+
+def os_error(error: OSError | SafetensorError) -> OSError:
+    """The OSError behind an error of `save_file`, which tells it in its text only; any other defect is raised again."""
+    if isinstance(error, OSError):
+        return error
+    if not (found := re.search(r"\(os error (\d+)\)", str(error))):
+        raise error
+    return OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 def latest(out: Path, note=print) -> tuple[Path, dict] | None:

@@ -63,7 +63,9 @@ def diagnose(arguments) -> int:
         findings += doctor.examine(names[-1:], [tensors[-1][kept]], of_kept, stored[0].dtypes[-1:])
         if not kept.all():
             print(f"the last state is stored at {int(kept.sum()):,} of {len(kept):,} rows and compared there")
-        wrong = doctor.conclusions(findings, found_width, width, model_dtype(target.config))
+        computed_in = info.get("model_dtype", "auto")
+        computed_in = model_dtype(target.config) if computed_in == "auto" else computed_in
+        wrong = doctor.conclusions(findings, found_width, width, computed_in)
         content["head_agreement"] = last_state_readings(target, stored)
     content.update(findings=[vars(finding) for finding in findings], conclusions=wrong)
     report.save_json(Path(arguments.output) / "report.json", plain(content))

@@ -13,6 +13,8 @@ from common.target import text_config
 # A Llama drafter of a target without classic key/value heads (MLA) gets this many; its query heads are the target's.
 MLA_KEY_VALUE_HEADS = 8
 MLA_HEAD_DIM = 128
+SIZES = ("hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "intermediate_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")  # fmt: skip
 MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -44,14 +46,15 @@ class DrafterConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "capture_points", tuple(self.capture_points))
+        require_sizes({name: getattr(self, name) for name in SIZES})
         kinds = ("default", "deepseek_yarn") if self.drafter_type == "mla" else ("default", "linear", "llama3", "yarn")
-        scaling = self.rope_scaling or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = rope.kind_of(self.rope_scaling)
         if kind not in kinds:
             raise UserError(f"drafter of type {self.drafter_type}: rope scaling {kind!r}, expected {', '.join(kinds)}")
         if self.drafter_type == "mla":
-            if absent := [name for name in MLA_SIZES if not getattr(self, name)]:
+            if absent := [name for name in MLA_SIZES if getattr(self, name) is None]:
                 raise UserError(f"drafter of type mla: {', '.join(absent)} must be given")
+            require_sizes({name: getattr(self, name) for name in MLA_SIZES})
             expected = self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
             if (found := (self.num_key_value_heads, self.head_dim)) != expected:
                 raise UserError(f"drafter of type mla: (kv heads, head_dim) are {found}, expected {expected}")
@@ -59,8 +62,11 @@ class DrafterConfig:
             raise UserError(
                 f"drafter: {self.num_attention_heads} query heads cannot share {self.num_key_value_heads} kv heads"
             )
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
+        if self.draft_vocab_size > self.vocab_size:
             raise UserError(f"drafter: draft_vocab_size {self.draft_vocab_size} of a vocabulary of {self.vocab_size}")
+        if self.rotary_dim % 2:
+            name = "head_dim" if self.drafter_type == "llama" else "qk_rope_head_dim"
+            raise UserError(f"drafter: {name} {self.rotary_dim} is odd, rope turns pairs; give an even {flag(name)}")
         rope.inverse_frequencies(self.rotary_dim, self.rope_theta, self.rope_scaling)  # refuses a lacking field now
 
     @classmethod
@@ -91,10 +97,11 @@ class DrafterConfig:
             return default
 
         latent = text.get("kv_lora_rank") is not None
-        parameters = text.get("rope_parameters") or {}  # transformers >= 5
+        parameters = _rope_parameters(text)
         scaling = parameters or text.get("rope_scaling")
-        hidden = overrides.get("hidden_size") or read("hidden_size")
-        heads = overrides.get("num_attention_heads") or read("num_attention_heads")
+        hidden = overrides["hidden_size"] if "hidden_size" in overrides else read("hidden_size")
+        heads = overrides["num_attention_heads"] if "num_attention_heads" in overrides else read("num_attention_heads")
+        require_sizes(dict(hidden_size=hidden, num_attention_heads=heads))
         made = dict(
             hidden_size=hidden,
             target_hidden_size=read("hidden_size"),
@@ -110,10 +117,11 @@ class DrafterConfig:
             rope_scaling=_drafter_scaling(scaling, text, drafter_type),
         )
         if drafter_type == "mla":
-            sizes = {name: overrides.get(name) or text.get(name) for name in MLA_SIZES}
-            if absent := [flag(name) for name, size in sizes.items() if not size]:
+            sizes = {name: overrides.get(name, text.get(name)) for name in MLA_SIZES}
+            if absent := [flag(name) for name, size in sizes.items() if size is None]:
                 raise UserError(f"drafter of type mla: the target's config.json has no such sizes (is it a model with "
                                 f"multi-head latent attention?): give {', '.join(absent)}")  # fmt: skip
+            require_sizes(sizes)
             head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
             made |= sizes | dict(num_key_value_heads=heads, head_dim=head_dim)
         if "intermediate_size" not in overrides:
@@ -152,13 +160,33 @@ def require_type(config: DrafterConfig, wanted: str, where, otherwise: str) -> N
         )
 
 
+def require_sizes(sizes: dict) -> None:
+    """Raise `UserError` naming every size that is not a whole number of 1 or more."""
+    if wrong := [f"{n} {v!r}" for n, v in sizes.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1]:
+        raise UserError(f"drafter: {', '.join(wrong)}: expected a whole number of 1 or more; correct the argument, or "
+                        f"the config.json that it was read from")  # fmt: skip
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _rope_parameters(text: dict) -> dict:
+    """`rope_parameters` of transformers >= 5, or {}; those of full attention where each layer type has its own."""
+    parameters = text.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"target config.json: rope_parameters is {parameters!r}, expected a mapping")
+    if "rope_theta" in parameters or not any(isinstance(value, dict) for value in parameters.values()):
+        return parameters
+    if not isinstance(parameters.get("full_attention"), dict):
+        raise UserError(f"target config.json: rope_parameters has {', '.join(parameters)}, expected full_attention, "
+                        f"whose rope the drafter takes; add it, or give rope_theta at its top")  # fmt: skip
+    return parameters["full_attention"]
+
+
 def _drafter_scaling(scaling: dict | None, text: dict, drafter_type: str) -> dict | None:
     """The target's rope scaling in the form that SGLang applies to a drafter of this type; None for plain rope."""
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    kind = rope.kind_of(scaling)
     if scaling is None or kind == "default":
         return None
     keep = {name: value for name, value in scaling.items() if name not in ("type", "rope_theta")}

@@ -235,6 +235,7 @@ def write_model(directory: Path, config: dict, tensors: dict[str, torch.Tensor])
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".model.safetensors.{os.getpid()}"
     save_file(tensors, temporary, metadata={"format": "pt"})
+    os.chmod(temporary, 0o644)  # save_file lets nobody else read it, and a server may run as somebody else
     fsync_file(temporary)
     os.replace(temporary, directory / "model.safetensors")
     write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
@@ -267,6 +268,9 @@ def load_drafter(path: str | os.PathLike, target_config: dict | None = None,
         raise UserError(f"{path}: no config.json; give the directory of a drafter") from None
     except ValueError as error:
         raise UserError(f"{path / 'config.json'}: not valid JSON ({error})") from None
+    theirs, ours = raw.get("target_architecture"), (target_config or {}).get("architectures")
+    if theirs and ours and theirs != ours[0]:
+        raise UserError(f"{path}: a drafter for a target of class {theirs}, but this one is {ours[0]}")
     tensors = read_weights(path)
     speculators = "speculators_model_type" in raw
     layer = raw.get("transformer_layer_config") or {} if speculators else raw

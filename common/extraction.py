@@ -163,6 +163,8 @@ def tokenize(args, target: dict, rows: list, run_directory, out: Path | None, pr
     run_directory.skip([Skipped(index, reason, sources.get(index)) for index, reason in result.skipped_rows])
     for sample in result.rows:
         run_directory.check_row(sample.index, sample.row_hash)
+    for index, reason in result.skipped_rows:
+        run_directory.check_row(index, f"none ({reason})")
     pending = set(run_directory.pending())
     to_do = [sample for sample in result.rows if sample.index in pending]
     lengths, kept = [len(sample.input_ids) for sample in to_do], last_rows_kept(args.last_state, to_do)

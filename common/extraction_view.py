@@ -19,11 +19,16 @@ from common.shard_run import RunDirectory
 FEW_SAMPLES = 500  # with fewer, the trainer's defaults may hold nothing out and take a handful of steps
 
 
+def interrupted(number, frame):
+    raise KeyboardInterrupt
+
+
 class Interrupts:
     """Ctrl-C or SIGTERM: once lets the samples in flight finish, twice gives them up."""
 
     def __init__(self):
         self.seen = False
+        signal.signal(signal.SIGTERM, interrupted)  # while no event loop runs: loading, tokenizing, the end
 
     @contextlib.contextmanager
     def watched(self, stop, fail, in_flight, progress: Progress):
@@ -49,6 +54,7 @@ class Interrupts:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+            signal.signal(signal.SIGTERM, interrupted)
 
 
 class Figures:
@@ -126,7 +132,7 @@ def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figu
             f"({own.get('ties', 0)} by a logit equal to the best, {own['near_ties']} within rounding of it)"
         )
     few = " --eval-fraction 0.2 --tokens-per-step 2048" if report["committed"] < FEW_SAMPLES else ""
-    lines.append(f"next: python train_drafter.py --data {out} --output drafter/{few}")
+    lines.append(f"next: python train_drafter.py --data {shlex.quote(str(out))} --output drafter/{few}")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ Called by common/shards.py where there is no dataset.json. Two kinds are known:
 Neither says which layers the states are, nor of which model, nor carries a checksum.
 """
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ def v1_records(out: Path) -> tuple[list[Record], None, list[str]]:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             ids, mask = content["input_ids"].numpy(), content["loss_mask"].numpy()
-            found.append(record(int(path.stem[5:]), path, ids, mask))
+            states = content["hidden_states"]
+            if {len(state) for state in states} != {len(ids)} or len(mask) != len(ids):
+                raise ValueError("lengths differ")
+            found.append((record(int(path.stem[5:]), path, ids, mask), (len(states), states[0].shape[1])))
         except Exception:  # cut short, or not what its name says
             unreadable.append(str(path.relative_to(out)))
     remarks = []
@@ -46,7 +50,20 @@ def v1_records(out: Path) -> tuple[list[Record], None, list[str]]:
                        f"left out: {names}")  # fmt: skip
         if not found:
             raise UserError(remarks[0])
-    return sorted(found, key=lambda each: (each.index, each.path)), None, remarks
+    alike, odd = usual_shape(found)
+    if odd:
+        names = ", ".join(str(each.path.relative_to(out)) for each in odd[:NAMED])
+        names += ", ..." if len(odd) > NAMED else ""
+        remarks.append(f"{out}: {len(odd):,} files have another number or width of states; left out: {names}")
+    return sorted(alike, key=lambda each: (each.index, each.path)), None, remarks
+
+
+def usual_shape(found: list[tuple[Record, tuple]]) -> tuple[list[Record], list[Record]]:
+    """(records whose states have the shape, their number and width, that most have; the others)."""
+    if not found:
+        return [], []
+    usual = Counter(shape for _, shape in found).most_common(1)[0][0]
+    return [each for each, shape in found if shape == usual], [each for each, shape in found if shape != usual]
 
 
 def arrow_records(out: Path) -> tuple[list[Record], Any, list[str]]:
@@ -65,14 +82,15 @@ def arrow_records(out: Path) -> tuple[list[Record], Any, list[str]]:
             f"(where its --output was another: link that to this name)"
         )
 
-    def look(index: int) -> tuple[str | None, Record | None]:
-        """(why row `index` is left out, None) or (None, its record)."""
+    def look(index: int) -> tuple[str | None, tuple[Record, tuple] | None]:
+        """(why row `index` is left out, None) or (None, its record and the shape of its states)."""
         path, row = sample_path(out, index, "arrow", 0), rows[index]
         if not path.exists():
             return "have no states yet (`speculators generate-offline-data` continues)", None
-        if problem := file_problem(path, row["input_ids"]):
+        problem, shape = file_problem(path, row["input_ids"])
+        if problem:
             return problem, None
-        return None, record(index, path, row["input_ids"], row["loss_mask"])
+        return None, (record(index, path, row["input_ids"], row["loss_mask"]), shape)
 
     with ThreadPoolExecutor(8) as pool:
         looked = list(pool.map(look, range(len(rows))))
@@ -80,31 +98,40 @@ def arrow_records(out: Path) -> tuple[list[Record], Any, list[str]]:
     for index, (reason, _) in enumerate(looked):
         if reason:
             left_out.setdefault(reason, []).append(index)
+    found, odd = usual_shape([each for _, each in looked if each])
+    if odd:
+        left_out["have another number or width of states than most"] = [each.index for each in odd]
     remarks = []
     for reason, which in left_out.items():
         names = ", ".join(map(str, which[:NAMED])) + (", ..." if len(which) > NAMED else "")
         remarks.append(f"{out}: {len(which):,} of {len(rows):,} rows {reason}; left out: {names}")
-    found = [each for _, each in looked if each]
     if not found:
         raise UserError("; ".join(remarks) or f"{out}: its Arrow dataset has no row")
     return found, rows, remarks
 
 
-def file_problem(path: Path, ids: np.ndarray) -> str | None:
-    """Why a file cannot be the states of a row with these ids; None when it can. Reads its header and token ids."""
+def file_problem(path: Path, ids: np.ndarray) -> tuple[str | None, tuple]:
+    """(why a file cannot be the states of a row with these ids or None, number and width of its states).
+
+    Reads its header and token ids.
+    """
     from safetensors import safe_open
 
     try:
         with safe_open(path, "np") as file:
-            shape = file.get_slice("hidden_states").get_shape()
+            states = file.get_slice("hidden_states")
+            shape, eight_bits = states.get_shape(), states.get_dtype().startswith("F8")
+            scaled = "hidden_states_scales" in file.keys()
             tokens = file.get_tensor("token_ids")
     except Exception as error:  # cut short, or not what its name says
-        return f"have an unreadable file ({type(error).__name__})"
+        return f"have an unreadable file ({type(error).__name__})", ()
     if len(shape) != 3 or shape[0] != len(tokens):
-        return "have states that are not [tokens, points + 1, hidden size]"
+        return "have states that are not [tokens, points + 1, hidden size]", ()
+    if eight_bits and not scaled:
+        return "have states in eight bits without their scales", ()
     if not np.array_equal(tokens, ids):
-        return "have states of other tokens (was the dataset prepared again since? remove these files)"
-    return None
+        return "have states of other tokens (was the dataset prepared again since? remove these files)", ()
+    return None, tuple(shape[1:])
 
 
 def record(index: int, path: Path, ids: np.ndarray, mask: np.ndarray) -> Record:

@@ -16,6 +16,7 @@ import torch
 
 from common.acceptance import AcceptanceCounts, temperature_terms
 from common.capture_points import CapturePoints
+from common.conversations import hash_of
 from common.draft_tree import grow_tree, tokens_on_target_path
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import DraftChain, draft
@@ -215,6 +216,11 @@ def check_fit(drafter: DrafterConfig, info: dict, target: TargetParts, sample, n
         differ("number of capture points", drafter.num_points, f"{stored_points} and the last state")
     if width != drafter.target_hidden_size:
         differ("target hidden size", drafter.target_hidden_size, width)
+    if info.get("config_hash", hash_of(target.config)) != hash_of(target.config):
+        raise UserError(
+            f"the shards in {data} are of {info.get('model')} ({info.get('architecture')}, {info.get('num_layers')} "
+            f"layers), but the target's config.json is another; give the checkpoint they were captured from as --model"
+        )
     if target.norm.shape[0] != width:
         raise UserError(f"the target's hidden size {target.norm.shape[0]} does not fit the shards in {data}: {width}")
     if drafter.vocab_size > target.vocab_size:

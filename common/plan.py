@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from common.errors import UserError
 from common.progress import duration
 from common.shard_check import last_state_bytes, plan_bytes, point_bytes
 from common.target import text_config
@@ -18,7 +19,10 @@ def plan_of(args, samples: list, target: dict, gpus: int) -> dict:
     layout, kept = args.layout or "v1", last_rows_kept(args.last_state, samples)
     kept_share = sum(kept) / sum(lengths)
     last = last_state_bytes(hidden, args.state_dtype, layout)
-    active = active_parameters(target["config"])
+    try:
+        active = active_parameters(target["config"])
+    except KeyError as error:
+        raise UserError(f"--plan: the target's config.json has no {error}, which its arithmetic needs") from None
     floor = sum(lengths) * 2 * active / (H200_TFLOPS * 1e12) / gpus
     nbytes = plan_bytes(lengths, points, hidden, args.state_dtype, layout, kept)
     return {
@@ -81,7 +85,7 @@ def active_parameters(config: dict) -> int:
     routed = text.get("num_experts_per_tok") or 0
     if not routed:
         return layers * (attention + dense)
-    expert = 3 * hidden * text["moe_intermediate_size"]
+    expert = 3 * hidden * (text.get("moe_intermediate_size") or text["intermediate_size"])
     first_dense = text.get("first_k_dense_replace") or 0
     moe = (routed + (text.get("n_shared_experts") or 0)) * expert
     return layers * attention + first_dense * dense + (layers - first_dense) * moe

@@ -3,6 +3,7 @@
 train_drafter.py redraws OUT/curves.png at each evaluation from the lines of metrics.jsonl.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -10,7 +11,9 @@ SMOOTHING = 20  # the loss lines are running means over about so many logged ste
 
 
 def draw_curves(lines: list[dict], path: Path, title: str) -> None:
-    """lines: as `training_log.read_metrics` gives them.  path: the PNG, replaced atomically."""
+    """lines: as `training_log.read_metrics` gives them.  path: the PNG, replaced atomically; OSError where the disk
+    does not take it, with the old picture kept.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,9 +43,15 @@ def draw_curves(lines: list[dict], path: Path, title: str) -> None:
             axes.legend(fontsize=7)
     figure.suptitle(title)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
-    figure.savefig(temporary, dpi=110)
-    pyplot.close(figure)
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, dpi=110)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        pyplot.close(figure)
 
 
 def running_mean(values: list[float | None]) -> list[float]:

@@ -21,8 +21,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
     scaling: the Hugging Face dict (`rope_type` or `type`, `factor`, ...), or None. Raises UserError for an unknown
     kind or a missing field.
     """
-    scaling = scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = kind_of(scaling)
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "default":
         return plain, 1.0
@@ -33,14 +32,14 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
     missing = [name for name in needed if scaling.get(name) is None]
     if missing:
         raise UserError(f"rope scaling {kind!r} lacks {', '.join(missing)}: {scaling}")
-    factor = float(scaling["factor"])
+    factor = positive(scaling, "factor")
     if kind == "linear":
         return plain / factor, 1.0
-    original = float(scaling["original_max_position_embeddings"])
-    if float(scaling.get("extrapolation_factor", 1.0)) != 1.0:
+    original = positive(scaling, "original_max_position_embeddings")
+    if number(scaling, "extrapolation_factor", 1.0) != 1.0:
         raise UserError(f"rope scaling {kind!r}: only extrapolation_factor 1 is computed here: {scaling}")
     if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        low, high = positive(scaling, "low_freq_factor"), positive(scaling, "high_freq_factor")
         wavelength = 2 * math.pi / plain
         # 0 where a wave is long against the original context (slowed fully), 1 where it is short (kept)
         keep = ((original / wavelength - low) / (high - low)).clamp(0, 1) if high != low else torch.zeros_like(plain)
@@ -52,7 +51,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
         """The (fractional) frequency index that turns `rotations` times within the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension(float(scaling.get("beta_fast", 32))), dimension(float(scaling.get("beta_slow", 1)))
+    first, last = dimension(positive(scaling, "beta_fast", 32)), dimension(positive(scaling, "beta_slow", 1))
     if scaling.get("truncate", True) or kind == "deepseek_yarn":
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
@@ -60,8 +59,33 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tu
     slowed = ramp.clamp(0, 1)
     magnitude = _mscale(factor, 1.0)
     if kind == "deepseek_yarn":
-        magnitude = _mscale(factor, scaling.get("mscale", 1.0)) / _mscale(factor, scaling.get("mscale_all_dim", 0.0))
-    return plain * (1 - slowed) + plain / factor * slowed, magnitude * float(scaling.get("attn_factor", 1.0))
+        magnitude = _mscale(factor, number(scaling, "mscale", 1.0))
+        magnitude /= _mscale(factor, number(scaling, "mscale_all_dim", 0.0))
+    return plain * (1 - slowed) + plain / factor * slowed, magnitude * number(scaling, "attn_factor", 1.0)
+
+
+def kind_of(scaling: dict | None) -> str:
+    """Its `rope_type`, or the older `type` where that is absent or null; "default" for None."""
+    if scaling is not None and not isinstance(scaling, dict):
+        raise UserError(f"rope scaling {scaling!r}: expected a mapping with rope_type, or null for plain rope")
+    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    if not isinstance(kind, str):
+        raise UserError(f"rope scaling {scaling}: rope_type is {kind!r}, expected one of {', '.join(KNOWN)}")
+    return kind
+
+
+def number(scaling: dict, name: str, default: float | None = None) -> float:
+    """A field of the scaling; the default where it is absent or null. `UserError` for what is no finite number."""
+    value = default if scaling.get(name) is None else scaling[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UserError(f"rope scaling: {name} is {value!r}, expected a number; correct it in config.json: {scaling}")
+    return float(value)
+
+
+def positive(scaling: dict, name: str, default: float | None = None) -> float:
+    if (value := number(scaling, name, default)) <= 0:
+        raise UserError(f"rope scaling: {name} is {value}, expected more than 0; correct it in config.json: {scaling}")
+    return value
 
 
 def _mscale(factor: float, weight: float) -> float:
@@ -76,9 +100,9 @@ def score_factor(scaling: dict | None) -> float:
     """
     scaling = scaling or {}
     on = scaling.get("apply_yarn_scaling", True) and scaling.get("apply_scale", True)
-    if scaling.get("rope_type", scaling.get("type")) != "deepseek_yarn" or not on:
+    if kind_of(scaling) != "deepseek_yarn" or not on:
         return 1.0
-    return _mscale(float(scaling["factor"]), scaling.get("mscale_all_dim", 0.0)) ** 2
+    return _mscale(positive(scaling, "factor"), number(scaling, "mscale_all_dim", 0.0)) ** 2
 
 
 def cos_sin(positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float) -> tuple[torch.Tensor, torch.Tensor]:

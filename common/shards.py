@@ -141,7 +141,8 @@ class LogContents:
 
 def to_line(entry: dict[str, Any]) -> bytes:
     """One JSON line that ends with the xxh3-64 of everything before it."""
-    body = json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(entry, separators=(",", ":"), ensure_ascii=False)
+    body = text.encode(errors="backslashreplace")  # half a surrogate pair is an escape in JSON, and no UTF-8
     return body[:-1] + b',"check":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n'
 
 
@@ -195,6 +196,7 @@ class ShardReader:
         self.info: dict[str, Any] = {}
         self.records: list[Record] = []
         self.named_points = points
+        self._shape: tuple | None = None  # (states of a sample, their width) and the file that said so
         self.foreign: list[Path] = []  # directories that speculators wrote
         self.remarks: list[str] = []  # lines for the person: rows of those that cannot be used, and why
         self._foreign_rows: dict[Path, Any] = {}  # directory -> its Arrow dataset; the files hold no loss mask
@@ -226,6 +228,7 @@ class ShardReader:
         with readable(record.path):
             input_ids, loss_mask, states, scales = self._read(record, with_states=True)
             states = widened(states, scales)
+            self._must_be_alike(record, states)
         last_rows = None
         if len(states[-1]) != len(input_ids):
             last_rows = last_state_rows(loss_mask)
@@ -240,10 +243,24 @@ class ShardReader:
             )
         return Sample(input_ids, loss_mask, states, record, last_rows)
 
+    def _must_be_alike(self, record: Record, states: "list[torch.Tensor]") -> None:
+        """UserError unless a sample has as many states, and as wide, as the first that was read."""
+        found = len(states), *{state.shape[1] if state.ndim == 2 else tuple(state.shape) for state in states}
+        self._shape = self._shape or (found, record.path)
+        if found != self._shape[0]:
+            raise UserError(
+                f"{record.path}: expected {self._shape[0][0]} states of width {self._shape[0][1]} as in "
+                f"{self._shape[1]}, found {found[0]} of width {' and '.join(map(str, found[1:]))}"
+            )
+
     def tokens(self, record: Record) -> "tuple[torch.Tensor, torch.Tensor]":
         """(input_ids, loss_mask) of `record`, int64 [L], without reading its states. UserError as `load`."""
         with readable(record.path):
-            return self._read(record, with_states=False)[:2]
+            ids, mask = self._read(record, with_states=False)[:2]
+            if not len(ids) == len(mask) == record.tokens:
+                raise UserError(f"{record.path}: expected {record.tokens} tokens, found {len(ids)} ids and {len(mask)} "
+                                f"in the loss mask")  # fmt: skip
+            return ids, mask
 
     def stored_dtypes(self, record: Record) -> list[str]:
         """What each of the P+1 states is stored in: "fp8", "bfloat16", ... (`load` widens fp8 to bfloat16)."""
@@ -331,6 +348,8 @@ def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None") -> "lis
     scales: [L, P] of our v1 files, [L, P+1, 1] of our Arrow ones; [L, 1, 1], one a token, where hs_connectors wrote.
     """
     if scales is None:
+        if any(state.dtype.itemsize == 1 for state in states):
+            raise UserError("states in eight bits, but no scales beside them; its writer left them out")
         return states
     from common.state_dtypes import FP8, dequantise
 

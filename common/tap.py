@@ -14,6 +14,8 @@ compares it with the engine's answer.
 """
 
 import contextlib
+import multiprocessing
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets samples in flight finish
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the parent asks for the stacks when nothing comes back
     initialise = ModelRunner.init_aux_hidden_state_capture
@@ -72,6 +75,15 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     if server_args.device == "cpu":
         use_absorbed_attention()
     return run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *further, **named)
+
+
+def die_with_parent():
+    """End with the process that started this one, also when that ended while this one was still importing."""
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()
+    if os.getppid() != multiprocessing.parent_process().pid:
+        os._exit(1)
 
 
 def message(kind: str, content: dict):
@@ -103,6 +115,7 @@ def run_detokenizer(server_args, *args, **kwargs):
 
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     return run_detokenizer_process(server_args, *args, **kwargs)

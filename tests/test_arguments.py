@@ -13,6 +13,7 @@ class Arguments:
     model: str | None = field(default=None, metadata={"help": "a target"})
     max_length: int | None = field(default=None, metadata={"help": "in tokens"})
     data: list[str] = field(default_factory=list, metadata={"help": "files", "nargs": "+"})
+    points: list[int] | None = field(default=None, metadata={"help": "capture points"})
     force: bool = field(default=False, metadata={"help": "go on"})
 
 
@@ -32,6 +33,11 @@ def test_flags_win_over_the_section_and_the_section_over_nothing(yaml_file):
     assert (arguments.model, arguments.max_length, arguments.data) == ("shared", 7, ["a", "b"])
 
 
+def test_one_value_in_yaml_is_a_list_of_it_where_several_may_stand(yaml_file):
+    arguments = parse(Arguments, "extract", [yaml_file("extract:\n  data: a.jsonl\n  points: 3\n")])
+    assert arguments.data == ["a.jsonl"] and arguments.points == [3]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -39,6 +45,11 @@ def test_flags_win_over_the_section_and_the_section_over_nothing(yaml_file):
         ("max_length: 5\n", "the top level has the unknown key max_length"),
         ("- 1\n", "expected a mapping"),
         ("a: [\n", "not valid YAML"),
+        ("extract: 5\n", "section 'extract' is 5, expected a mapping"),
+        ("extract:\n  max_length: [5]\n", "section 'extract': max_length is [5], expected one value"),
+        ("extract:\n  max_length: {a: 5}\n", "section 'extract': max_length is {'a': 5}, expected one value"),
+        ("extract:\n  data: {a: b}\n", "section 'extract': data is {'a': 'b'}, expected a list or one value"),
+        ("model: [a, b]\n", "the top level: model is ['a', 'b'], expected one value"),
     ],
 )
 def test_yaml_that_is_wrong(yaml_file, text, complaint):

@@ -1,6 +1,7 @@
 """Packing, the held-out split, and the feed that reads ahead."""
 
 import itertools
+import resource
 import time
 from dataclasses import dataclass
 
@@ -8,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from common.batches import Budget, Schedule, batch_plan, choose_budget, fingerprint, is_held_out, pack, scan, split
+from common.batches import (
+    Budget,
+    Schedule,
+    batch_plan,
+    choose_budget,
+    fingerprint,
+    is_held_out,
+    pack,
+    scan,
+    scan_once,
+    split,
+)
 from common.errors import UserError
 from common.feed import Feed, SetAside, not_finite
 from common.packing import count_positions, pack_documents
@@ -187,6 +199,23 @@ def test_scan_counts_what_packing_needs_and_which_tokens_are_supervised(shards):
     assert torch.equal(frequencies, expected)
     with pytest.raises(UserError, match="data_0.pt: token ids run from"):
         scan(reader, reader.records, STEPS, 40, vocab_size=10)
+
+
+def test_a_scan_is_kept_whole_or_not_at_all(shards, tmp_path):
+    reader, _ = shards
+    arguments = (reader, reader.records, STEPS, 128, VOCAB)
+    path = tmp_path / "scan.pt"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        with pytest.raises(UserError, match="scan.pt: cannot write there .File too large"):
+            scan_once(path, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    made = scan_once(path, *arguments)
+    kept = scan_once(path, None, *arguments[1:])  # no reader: out of the file
+    assert (made[0] == kept[0]).all() and torch.equal(made[1], kept[1])
 
 
 def test_the_feed_packs_what_the_schedule_names_and_sets_bad_samples_aside(shards, tmp_path):

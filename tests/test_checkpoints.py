@@ -1,13 +1,16 @@
 """Checkpoint files: whole or absent, exact, and pruned without touching anything else."""
 
 import os
+import resource
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from common import checkpoints
 from common.errors import UserError
+from common.shard_writing import DiskFull
 
 
 class Net(nn.Module):
@@ -149,6 +152,41 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="disk is full"):
         save(tmp_path, net, optimizer, 2)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def test_what_safetensors_cannot_write_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    net, optimizer = make()
+    step(net, optimizer, 0)
+    save(tmp_path, net, optimizer, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # its writer fails with "File too large (os error 27)"
+        with pytest.raises(UserError, match="step-00000002: cannot write there .File too large"):
+            save(tmp_path, net, optimizer, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(DiskFull, match="step-00000002: the disk is full"):
+        save(tmp_path, net, optimizer, 2)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o007, 0o660)])
+def test_files_have_the_mode_of_the_umask(tmp_path, umask, mode):
+    net, optimizer = make()
+    before = os.umask(umask)
+    try:
+        path = save(tmp_path, net, optimizer, 1)
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert {name: os.stat(path / name).st_mode & 0o777 for name in (*checkpoints.FILES, "state.json")} == {
+        name: mode for name in (*checkpoints.FILES, "state.json")
+    }
 
 
 def test_what_changed_is_named(tmp_path):

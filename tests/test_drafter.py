@@ -504,6 +504,61 @@ def test_sizes_that_do_not_go_together_are_refused():
         DrafterConfig.from_target(llama, **more, rope_scaling=DEEPSEEK_YARN | dict(rope_type="deepseek_yarn"))
 
 
+LLAMA = dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=99, head_dim=16,
+             max_position_embeddings=512)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, changes, overrides, message",
+    [
+        ("llama", {}, dict(num_attention_heads=0), "num_attention_heads 0: expected a whole number"),
+        ("llama", {}, dict(hidden_size=0), "hidden_size 0"),
+        ("llama", {}, dict(intermediate_size=-1), "intermediate_size -1"),
+        ("llama", {}, dict(num_key_value_heads=0), "num_key_value_heads 0"),
+        ("llama", {}, dict(max_position_embeddings=0), "max_position_embeddings 0"),
+        ("llama", {}, dict(draft_vocab_size=-5), "draft_vocab_size -5"),
+        ("llama", {}, dict(head_dim=15), "head_dim 15 is odd"),
+        ("llama", dict(num_attention_heads="4"), {}, "num_attention_heads '4'"),
+        ("llama", dict(intermediate_size=128.5), {}, "intermediate_size 128.5"),
+        ("mla", {}, dict(v_head_dim=0), "v_head_dim 0"),
+        ("mla", {}, dict(qk_rope_head_dim=3), "qk_rope_head_dim 3 is odd"),
+        ("llama", dict(rope_scaling=[2.0]), {}, "rope scaling .2.0.: expected a mapping"),
+        ("llama", dict(rope_parameters=7), {}, "rope_parameters is 7, expected a mapping"),
+        ("llama", dict(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}), {},
+         "rope_parameters has sliding_attention, expected full_attention"),
+    ],
+)  # fmt: skip
+def test_a_size_or_rope_that_cannot_be_is_refused_by_name(kind, changes, overrides, message):
+    latent = MLA if kind == "mla" else {}
+    given = dict(capture_points=(2,), draft_vocab_size=0) | latent | overrides
+    with pytest.raises(UserError, match=message):
+        DrafterConfig.from_target(LLAMA | changes, kind, **given)
+
+
+def test_a_rope_of_each_layer_type_gives_that_of_full_attention():
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+    c = DrafterConfig.from_target(LLAMA | dict(rope_parameters=ropes), capture_points=(2,), draft_vocab_size=0)
+    assert (c.rope_theta, c.rope_scaling) == (1e6, {"rope_type": "linear", "factor": 8.0})
+
+
+@pytest.mark.parametrize(
+    "scaling, message",
+    [
+        ("linear", "'linear': expected a mapping"),
+        (dict(rope_type=["linear"]), "rope_type is .'linear'., expected one of"),
+        (dict(rope_type="linear", factor="8"), "factor is '8', expected a number"),
+        (dict(rope_type="linear", factor=math.nan), "factor is nan, expected a number"),
+        (dict(rope_type="linear", factor=0), "factor is 0.0, expected more than 0"),
+        (LLAMA3 | dict(low_freq_factor=0, high_freq_factor=0), "low_freq_factor is 0.0, expected more than 0"),
+        (dict(rope_type=None, type="linear"), "'linear' lacks factor"),
+    ],
+)
+def test_a_rope_scaling_that_cannot_be_is_refused(scaling, message):
+    with pytest.raises(UserError, match=message):
+        inverse_frequencies(64, 1e4, scaling)
+
+
 def test_packing_refuses_what_does_not_fit():
     with pytest.raises(UserError, match="need 9 tokens, the batch holds 8"):
         pack_documents([document(9, 0.5)], 3, tokens=8)

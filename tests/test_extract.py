@@ -293,3 +293,13 @@ def test_the_target_answers_first(small_target, tmp_path):
     answer = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     expected = tokenizer.decode(answer, skip_special_tokens=False).removesuffix("<|im_end|>")
     assert chats[0]["messages"][1]["content"] == expected
+
+
+def test_terminated_while_it_loads_it_ends_with_its_processes(small_target, rows, tmp_path):
+    """As a job scheduler ends a run: SIGTERM, at a moment when the engine's processes still import."""
+    run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--output", tmp_path / "out")
+    run.wait_until(lambda: len(run.family()) > 2)
+    family = run.family()
+    run.process.terminate()
+    assert run.finish(60) == 130 and gone(family), run.text()
+    assert "0 of" in run.text() and "The same command goes on" in run.text()

@@ -130,6 +130,25 @@ def test_a_damaged_v1_file_is_left_out_and_named(tmp_path):
     assert reader.remarks == [f"{tmp_path}: 1 of 3 files are no readable samples; left out: data_1.pt"]
 
 
+def test_files_of_another_shape_and_eight_bits_without_scales(tmp_path):
+    sample = {"input_ids": torch.arange(5), "loss_mask": torch.ones(5, dtype=torch.int64)}
+    shapes = [(4, 8), (4, 8), (3, 8), (4, 6), (4, 8)]  # states, width
+    for index, (number, width) in enumerate(shapes):
+        states = [torch.zeros(5, width, dtype=torch.bfloat16)] * number
+        torch.save(sample | {"hidden_states": states}, tmp_path / f"data_{index}.pt")
+    reader = ShardReader(tmp_path, POINTS)
+    assert [record.index for record in reader.records] == [0, 1, 4]
+    assert "2 files have another number or width of states; left out: data_2.pt, data_3.pt" in reader.remarks[0]
+    reader.load(reader.records[0])
+    eight = [torch.zeros(5, 8).to(torch.float8_e4m3fn)] * 4
+    torch.save(sample | {"hidden_states": eight}, tmp_path / "data_1.pt")
+    with pytest.raises(UserError, match="states in eight bits, but no scales beside them"):
+        reader.load(reader.records[1])
+    torch.save(sample | {"hidden_states": [torch.zeros(5, 6)] * 4}, tmp_path / "data_4.pt")
+    with pytest.raises(UserError, match=r"data_4.pt: expected 4 states of width 8 as in .*data_0.pt, found 4 of w"):
+        reader.load(reader.records[2])
+
+
 def test_what_is_missing_is_one_clear_line(directories, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(directories["full"], copy, ignore=shutil.ignore_patterns("hidden_states"))

@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.shard_check import plan_bytes, require_disk, status, status_text, verify
 from common.shard_run import RunDirectory, Skipped
 from common.shard_writing import DiskFull, append_lines, join_run, write_sample
-from common.shards import MANIFEST, Record, ShardReader, block_directories, read_log, token_hash
+from common.shards import MANIFEST, Record, ShardReader, block_directories, read_log, to_line, token_hash
 from tests.shard_writer import IDENTITY, capture, is_not_finite, is_skipped, make_sample
 from tests.speculators_directory import installed
 
@@ -618,3 +618,10 @@ def test_read_by_speculators_itself(undisturbed, tmp_path, layout, version, pack
         assert torch.equal(item["hidden_states"], torch.cat(states[:3], dim=1))
         assert torch.equal(item["verifier_last_hidden_states"], states[3])
     assert packed == sum(record.tokens - 1 for record in records.values())  # the shift takes one
+
+
+def test_half_a_surrogate_pair_in_a_line_comes_back():
+    """An emoji that was cut in half is no UTF-8, but a source or a category may hold one."""
+    line = to_line({"index": 3, "source": "a\ud83d"})
+    body, mark, check = line.rpartition(b',"check":"')
+    assert mark and json.loads(body + b"}") == {"index": 3, "source": "a\ud83d"}

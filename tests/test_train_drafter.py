@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train_drafter
 from common import checkpoints
 from common.batches import Schedule, scan, split
+from common.drafter_config import DrafterConfig
 from common.errors import UserError
 from common.export import load_drafter
 from common.offline_eval import Setting, evaluate, evaluation_target
@@ -302,13 +305,14 @@ def test_samples_with_nan_are_set_aside_and_named_and_too_many_stop_the_run(fold
         train_here(None, "--output", folder / "run-nan-2", *arguments, "--max-set-aside", "1")
 
 
-def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder):
+def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder, capsys):
     """Unchecked NaN samples make whole steps NaN: these change nothing and are counted."""
     samples = [make_sample(30, seed) for seed in range(30)]
     samples[3][2][0][5, 1] = math.nan
     states = write_shards(folder / "nan-unchecked", folder / "target", samples)
     arguments = ["--data", states, "--tokens-per-step", "256", "--eval-fraction", "0", "--check-samples", "False"]
-    train_here(None, "--output", folder / "run-skip", *arguments, "--epochs", "2")
+    said = train_here(capsys, "--output", folder / "run-skip", *arguments, "--epochs", "2")
+    assert "2 skipped for a non-finite gradient" in said.splitlines()[-1]
     lines = read_metrics(folder / "run-skip")
     skipped = [line["skipped_steps"] for line in lines]
     assert skipped[-1] == 2 and [line["loss"] for line in lines].count(None) == 2
@@ -318,6 +322,63 @@ def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder):
     assert all(torch.isfinite(tensor).all() for tensor in weights.values() if tensor.is_floating_point())
     with pytest.raises(UserError, match="2 steps had a non-finite gradient"):
         train_here(None, "--output", folder / "run-skip-2", *arguments, "--epochs", "2", "--max-skipped-steps", "1")
+
+
+@pytest.mark.parametrize("fraction", ["0", "0.2"])
+def test_a_run_that_changed_no_weight_is_an_error_and_publishes_nothing(folder, tmp_path, fraction):
+    samples = [make_sample(30, seed) for seed in range(30)]
+    for _, _, states in samples:
+        states[0][5, 1] = math.nan
+    states = write_shards(tmp_path / "states", folder / "target", samples)
+    arguments = ["--data", states, "--output", tmp_path / "run", "--tokens-per-step", "256", "--eval-fraction",
+                 fraction, "--check-samples", "False", "--max-steps", "2"]  # fmt: skip
+    for _ in range(2):  # the second time from the checkpoint of its end
+        with pytest.raises(UserError, match="each of 2 steps was skipped for a non-finite gradient"):
+            train_here(None, *arguments)
+    assert not [path for path in (tmp_path / "run").rglob("model.safetensors")]
+
+
+def test_a_picture_that_cannot_be_written_does_not_end_the_run(folder, tmp_path, capsys):
+    (tmp_path / "run" / "curves.png" / "in the way").mkdir(parents=True)
+    said = train_here(capsys, "--data", folder / "few", "--output", tmp_path / "run", *SHORT, "--max-steps", "1")
+    assert "curves.png: cannot write there" in said and not list((tmp_path / "run").glob(".curves*"))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("max_steps", -1), ("epochs", 0.0), ("epochs", math.nan), ("epochs", math.inf), ("workers", 0), ("read_ahead", -1),
+     ("learning_rate", math.nan), ("learning_rate", 0.0), ("tokens_per_batch", -1), ("eval_fraction", 1.0),
+     ("eval_fraction", -0.1), ("eval_fraction", math.nan)],
+)  # fmt: skip
+def test_a_number_that_cannot_be_is_refused_at_once(name, value):
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}: expected"):
+        train_drafter.TrainArguments(data=["states"], output="run", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "architecture, given, expected, said",
+    [
+        ("LlamaForCausalLM", None, [1, 3, 5], None),
+        ("LlamaForCausalLM", [1, 3, 5], [1, 3, 5], None),
+        ("LlamaForCausalLM", [2, 4, 6], [2, 4, 6], "--serving-ids [2, 4, 6] are used.*with [1, 3, 5]"),
+        ("Unheard", [2, 4, 6], [2, 4, 6], None),
+        ("LlamaForCausalLM", [2, 4], UserError, "2 ids for 3 capture points [2, 4, 6]"),
+        ("Unheard", None, UserError, "Unheard: it is not known"),
+    ],
+)
+def test_serving_ids_are_one_a_point_and_told_where_they_differ_from_the_rule(architecture, given, expected, said):
+    target = dict(
+        architectures=[architecture], hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=99,
+        max_position_embeddings=512, num_hidden_layers=8,
+    )  # fmt: skip
+    config, notes = DrafterConfig.from_target(target, capture_points=(2, 4, 6), draft_vocab_size=0), []
+    pattern = said and re.escape(said).replace(r"\.\*", ".*")
+    if expected is UserError:
+        with pytest.raises(UserError, match=pattern):
+            train_drafter.choose_serving_ids(given, config, target, notes.append)
+        return
+    assert train_drafter.choose_serving_ids(given, config, target, notes.append) == expected
+    assert len(notes) == (said is not None) and all(re.search(pattern, note) for note in notes)
 
 
 def test_a_warm_start_keeps_vocabulary_and_sizes(folder, learned):
