@@ -21,6 +21,7 @@ from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig
 from common.drafter_config import MLA_SIZES
 from common.errors import UserError
+from common.rope import kind_of
 from common.shard_writing import write_atomically
 from common.target import text_config
 
@@ -344,7 +345,7 @@ def config_of(path: Path, raw: dict, layer: dict, tensors: dict, points: tuple[i
         raise UserError(f"{path}: no lm_head.weight; drafters that borrow the target's head are not supported")
     rope = layer.get("rope_parameters") or {}
     scaling = layer.get("rope_scaling") or {n: v for n, v in rope.items() if n != "rope_theta"}
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    kind = kind_of(scaling)
     try:
         heads, latent = layer["num_attention_heads"], {}
         kv_heads, head_dim = layer.get("num_key_value_heads"), layer.get("head_dim")

@@ -218,7 +218,7 @@ def test_training_and_evaluation_are_the_same_to_the_bit(tmp_path, samples):
     assert whole.last_states.abs().amax(-1).min() > 0
     more = mask.clone()
     more[10] = 1  # its teacher, row 9, was not kept
-    with pytest.raises(UserError, match="document 0: .* row 9 .* was not kept"):
+    with pytest.raises(UserError, match=r"data_0\.pt: .* row 9 .* was not kept"):
         pack_documents([sample._replace(loss_mask=more)], 3)
     fewer = sample.states[-1].clone()
     fewer[sample.last_rows[-1]] = 0
