@@ -122,6 +122,10 @@ def test_a_drafter_comes_back_as_it_was(target, tmp_path, options, write):
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     assert raw == json.loads((tmp_path / "config.json").read_text())
+    if write is export_sglang:
+        other = parts.config | {"architectures": ["SomeOtherForCausalLM"]}
+        with pytest.raises(UserError, match="a drafter for a target of class .*, but this one is SomeOtherForCausalLM"):
+            load_drafter(tmp_path, other)
 
 
 def test_ropes_come_back_as_they_were(target, tmp_path):

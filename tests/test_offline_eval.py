@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.acceptance import AcceptanceCounts, counted_positions
+from common.conversations import hash_of
 from common.drafter import Drafter
 from common.drafting import DraftChain
 from common.errors import UserError
@@ -330,6 +331,11 @@ def test_what_does_not_fit_is_named(target):
     refused("number of capture points 2", config=replace(config, capture_points=(2, 4)), info={})
     refused("vocabulary 99 is larger than the target's 64", config=replace(config, vocab_size=99))
     refused("norm option: .*'post-norm'", info={**info, "last_state": "post-norm"})
+    same = {**info, "config_hash": hash_of(target.config)}
+    check_fit(config, same, target, s, "drafter/", "states/")
+    other = {**same, "model": "theirs", "architecture": "Qwen3ForCausalLM", "num_layers": 28}
+    refused(r"states/ are of theirs \(Qwen3ForCausalLM, 28 layers\), but the target's config.json is another",
+            info={**other, "config_hash": hash_of({**target.config, "num_hidden_layers": 28})})  # fmt: skip
     big = sample(successor)
     big.input_ids[3] = 64
     refused("vocabulary 64 .* token id 64", s=big)
