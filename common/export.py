@@ -269,6 +269,8 @@ def load_drafter(path: str | os.PathLike, target_config: dict | None = None,
         raise UserError(f"{path}: no config.json; give the directory of a drafter") from None
     except ValueError as error:
         raise UserError(f"{path / 'config.json'}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path / 'config.json'}: expected a JSON object, found {type(raw).__name__}")
     theirs, ours = raw.get("target_architecture"), (target_config or {}).get("architectures")
     if theirs and ours and theirs != ours[0]:
         raise UserError(f"{path}: a drafter for a target of class {theirs}, but this one is {ours[0]}")

@@ -116,9 +116,12 @@ def load_config(model_path: str | Path) -> dict:
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder of a Hugging Face checkpoint")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not UTF-8
         raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return config
 
 
 def load_target_parts(model_path: str | Path) -> TargetParts:

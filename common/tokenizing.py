@@ -88,8 +88,9 @@ def load_tokenizer(model: str, trust_remote_code: bool = False, revision: str | 
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text()
-        except OSError as error:
-            raise UserError(f"{chat_template}: the chat template cannot be read ({error.strerror})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or f"not UTF-8: {error}"
+            raise UserError(f"{chat_template}: the chat template cannot be read ({reason})") from None
     return tokenizer
 
 

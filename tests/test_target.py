@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from common.errors import UserError
+from common.export import load_drafter
 from common.losses import rms_norm
-from common.target import load_target_parts
+from common.target import load_config, load_target_parts
 
 V, H = 30, 8
 
@@ -128,3 +129,12 @@ def test_fingerprint_tells_targets_apart(tmp_path):
     same = load_target_parts(indexed(tmp_path / "b", tensors()))
     other = load_target_parts(write(tmp_path / "c", {"model.safetensors": tensors(seed=1)}))
     assert one.fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+@pytest.mark.parametrize("content, complaint", [(b"[]", "a JSON object, found list"), (b"\xff{}", "not valid JSON")])
+def test_a_config_that_is_no_object_is_one_line(tmp_path, content, complaint):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"config.json: .*{complaint}"):
+        load_config(tmp_path)
+    with pytest.raises(UserError, match=f"config.json: .*{complaint}"):
+        load_drafter(tmp_path)
