@@ -22,10 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.extraction import GPU_ARGUMENTS  # noqa: E402
 from common.engine import available_device  # noqa: E402
 from common.shard_check import status  # noqa: E402
-
-GPU_ARGUMENTS = '{"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}'
 
 
 def run(work: Path, name: str, seconds: dict, *command) -> None:
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument("--max-prompts", type=int, default=48)
     parser.add_argument("--extract", default="", help="further arguments of extract.py")
     parser.add_argument("--train", default="", help="further arguments of train_drafter.py")
-    parser.add_argument("--engine-args", default=GPU_ARGUMENTS if available_device()[0] == "cuda" else "{}")
+    parser.add_argument("--engine-args", default=json.dumps(GPU_ARGUMENTS if available_device()[0] == "cuda" else {}))
     args = parser.parse_args()
     work, seconds = args.work.resolve(), {}
     (work / "logs").mkdir(parents=True, exist_ok=True)

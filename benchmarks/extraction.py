@@ -37,6 +37,7 @@ from common import tap  # noqa: E402
 from common.capture_points import CapturePoints  # noqa: E402
 from common.engine import EngineSettings, available_device, parse_engine_arguments  # noqa: E402
 from common.plan import H200_TFLOPS, active_parameters  # noqa: E402
+from common.recapture import TokenRow  # noqa: E402
 from common.shard_check import bytes_per_token  # noqa: E402
 from common.target import load_config, text_config  # noqa: E402
 
@@ -120,19 +121,7 @@ class BenchmarkSettings(EngineSettings):
 # ---- one row each --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Prompt:
-    """What Capture.take needs to know of a sample."""
-
-    index: int
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    row_hash: str
-    source: str = "benchmark"
-    category: str | None = None
-
-
-def generate(engine, prompts: list[Prompt], kind: str, **options) -> tuple[float, list[dict]]:
+def generate(engine, prompts: list[TokenRow], kind: str, **options) -> tuple[float, list[dict]]:
     """Seconds to answer all prompts with one token each, sent at once; and the answers."""
     number = generate.calls = getattr(generate, "calls", 0) + 1
     started = time.perf_counter()
@@ -147,7 +136,7 @@ def generate(engine, prompts: list[Prompt], kind: str, **options) -> tuple[float
     return time.perf_counter() - started, answers
 
 
-def capture(engine, prompts: list[Prompt], out: Path, points: CapturePoints, args) -> dict:
+def capture(engine, prompts: list[TokenRow], out: Path, points: CapturePoints, args) -> dict:
     """Seconds from the first prompt to the last durable sample, and what the ring and the disk had to say."""
     from common.capture import Capture
     from common.shard_run import RunDirectory
@@ -205,7 +194,7 @@ def disk_speed(folder: Path, file_bytes: int, files: int, threads: int) -> float
     return files * file_bytes / seconds / 1e9
 
 
-def make_prompts(args, vocab_size: int) -> list[Prompt]:
+def make_prompts(args, vocab_size: int) -> list[TokenRow]:
     """Random token ids; lengths are --tokens each, or those of the conversations in --data, again and again."""
     from common.shards import token_hash
 
@@ -219,7 +208,7 @@ def make_prompts(args, vocab_size: int) -> list[Prompt]:
     chance, prompts = np.random.default_rng(0), []
     for index in range(args.prompts):
         ids = chance.integers(10, vocab_size - 10, lengths[index % len(lengths)])
-        prompts.append(Prompt(index, ids, np.ones(len(ids), np.int64), token_hash(ids)))
+        prompts.append(TokenRow(index, ids, np.ones(len(ids), np.int64), token_hash(ids)))
     return prompts
 
 

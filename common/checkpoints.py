@@ -28,7 +28,7 @@ from common.batches import Schedule, fingerprint
 from common.drafter import Drafter
 from common.drafter_config import MLA_SIZES
 from common.errors import UserError
-from common.export import fsync_file
+from common.export import fsync_file, readable
 from common.shard_writing import cannot_write, fsync_directory, take_lock
 from common.shards import hash_file
 from common.target import TargetParts
@@ -154,12 +154,6 @@ def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Pat
         shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(final, os_error(error)) from None
     return final
-
-
-def readable(path: Path) -> None:
-    """Give a file that safetensors wrote (mode 0600) the mode that the umask gives every other file."""
-    os.umask(umask := os.umask(0))
-    os.chmod(path, 0o666 & ~umask)
 
 
 def os_error(error: OSError | SafetensorError) -> OSError:

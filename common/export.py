@@ -236,10 +236,16 @@ def write_model(directory: Path, config: dict, tensors: dict[str, torch.Tensor])
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".model.safetensors.{os.getpid()}"
     save_file(tensors, temporary, metadata={"format": "pt"})
-    os.chmod(temporary, 0o644)  # save_file lets nobody else read it, and a server may run as somebody else
+    readable(temporary)
     fsync_file(temporary)
     os.replace(temporary, directory / "model.safetensors")
     write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
+
+
+def readable(path: Path) -> None:
+    """Give a file that safetensors wrote (mode 0600) the mode that the umask gives every other file."""
+    os.umask(umask := os.umask(0))
+    os.chmod(path, 0o666 & ~umask)
 
 
 def fsync_file(path: Path) -> None:

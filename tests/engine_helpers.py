@@ -4,7 +4,6 @@ The reference is transformers on the same checkpoint in float32: `hidden_states[
 output of the last decoder layer, before the final norm, for the last state.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,28 +15,16 @@ from common import tap
 from common.capture import Capture
 from common.capture_points import CapturePoints
 from common.engine import EngineSettings, start_engine
+from common.recapture import TokenRow
 from common.shard_run import RunDirectory
 from common.shards import ShardReader
 
 
-@dataclass
-class TestSample:
-    """What Capture.take needs to know of a sample."""
-
-    __test__ = False
-    index: int
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    row_hash: str
-    source: str = "test"
-    category: str | None = None
-
-
-def samples_of(lengths, seed=0, vocab=512, first=0) -> list[TestSample]:
+def samples_of(lengths, seed=0, vocab=512, first=0) -> list[TokenRow]:
     """Random prompts of these lengths; ids from 100 on, so that faults can use smaller ones as marks."""
     rng = np.random.default_rng(seed)
     return [
-        TestSample(first + i, rng.integers(100, vocab, length), np.ones(length, np.int64), f"row-{first + i}")
+        TokenRow(first + i, rng.integers(100, vocab, length), np.ones(length, np.int64), f"row-{first + i}")
         for i, length in enumerate(lengths)
     ]
 

@@ -14,6 +14,7 @@ import torch
 
 import engine_helpers as helpers
 import tiny_models
+from benchmarks.extraction import GPU_ARGUMENTS
 from common.capture import CaptureFailed
 from common.capture_points import CapturePoints
 from common.engine import EngineSettings, start_engine, stop_engine
@@ -21,7 +22,6 @@ from common.engine import EngineSettings, start_engine, stop_engine
 pytestmark = pytest.mark.gpu
 # The layers i that are compared: points i and i + 1 are captured, or i and the last state.
 LAYERS = {"llama": (3, 31, 59, 60), "qwen3_moe": (3, 7, 10, 11), "deepseek_v3": (3, 31, 59, 60)}
-GPU_ARGUMENTS = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
 SMALL, LARGE = [100, 1, 60, 139], [1500, 700, 5, 1200, 300]  # tokens; 300 and 3,705 together
 
 
