@@ -73,7 +73,7 @@ class ExtractArguments:
     last_state: str = option("all", "rows that keep their last state: all, or supervised (where training reads it)")
     rows_per_block: int | None = option(None, "rows a folder; default 2000, fewer where replicas would be idle")
     ring_gb: float = option(4.0, "host memory between engine and disk, in GB a tensor-parallel rank; it never grows")
-    writers: int = option(4, "threads a tensor-parallel rank that write files")
+    writers: int = option(2, "processes a tensor-parallel rank that write files, each with four threads")
     force: bool = option(False, "start although the disk cannot hold everything")
     # Engine.
     tp: int = option(1, "tensor parallelism: GPUs a replica")
@@ -234,6 +234,7 @@ def start(args, target: dict, placement: Placement, meeting: dict, out: Path, pr
         decode_graphs=args.regenerate and target["device"] == "cuda",
         extra=target["engine_arguments"],
         placement=placement,
+        writers=args.writers,
         **meeting,
     )
     return start_engine(settings, engine_log(out, placement))
@@ -246,7 +247,7 @@ def meeting_place(args, placement: Placement) -> dict:
     from common.tap_link import Links
 
     first = placement.starts_engine and placement.engine_node == 0
-    links = Links(args.tp, over_nodes=True) if first else None
+    links = Links(args.tp, args.writers, over_nodes=True) if first else None
     line = ranks.gathered(links.where if links else None)[placement.first_rank]
     return {"init_address": ranks.address_of(placement.first_rank), "links": links, "line": line}
 
@@ -264,7 +265,6 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
         "dtype": args.state_dtype,
         "last_state": args.last_state,
         "ring_bytes": int(args.ring_gb * 1e9),
-        "writers": args.writers,
         "tokens_in_flight": 4 * (chunk_tokens(args, target) or 16384),
     }
     longest, limit = max(share, key=lambda row: len(row.input_ids)), engine.tokenizer_manager.max_req_input_len

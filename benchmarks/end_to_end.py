@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=10_000, help="conversations")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer, tokens")
     parser.add_argument("--prompts", nargs="+", help="JSON-lines files for the engine")
-    parser.add_argument("--max-prompts", type=int, default=48)
+    parser.add_argument("--max-prompts", type=int, help="of those; default: all")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="conversations in flight there")
     parser.add_argument("--extract", default="", help="further arguments of extract.py")
     parser.add_argument("--train", default="", help="further arguments of train_drafter.py")
     parser.add_argument("--engine-args", default=json.dumps(GPU_ARGUMENTS if available_device()[0] == "cuda" else {}))
@@ -90,8 +91,8 @@ def main() -> None:
         "--output", work / "offline")  # fmt: skip
     if args.prompts:
         run(work, "engine", seconds, "eval_acceptance.py", "--model", args.model, "--drafter", drafter, "--prompts",
-            *args.prompts, "--max-samples", args.max_prompts, "--batch-sizes", 1, 8, "--max-new-tokens", 256,
-            "--check-parity", "--output", work / "engine", *engine)  # fmt: skip
+            *args.prompts, "--batch-sizes", *args.batch_sizes, "--max-new-tokens", 256, "--check-parity", "--output",
+            work / "engine", *engine, *(["--max-samples", args.max_prompts] if args.max_prompts else []))  # fmt: skip
 
     captured, trained = status(states), train_figures(drafter)
     offline = json.loads((work / "offline" / "report.json").read_text())["offline"][0]["summary"]

@@ -144,7 +144,7 @@ def capture(engine, prompts: list[TokenRow], out: Path, points: CapturePoints, a
     shutil.rmtree(out, ignore_errors=True)
     settings = {
         "hidden_size": args.hidden_size, "dtype": args.state_dtype, "last_state": "all",
-        "ring_bytes": int(args.ring_gb * 1e9), "writers": args.writers,
+        "ring_bytes": int(args.ring_gb * 1e9),
         "tokens_in_flight": 4 * (args.chunk_tokens or 16384),
     }  # fmt: skip
     run = RunDirectory(out, {"model": "benchmark"}, rows=len(prompts), layout=args.layout)
@@ -195,21 +195,20 @@ def disk_speed(folder: Path, file_bytes: int, files: int, threads: int) -> float
 
 
 def make_prompts(args, vocab_size: int) -> list[TokenRow]:
-    """Random token ids; lengths are --tokens each, or those of the conversations in --data, again and again."""
+    """The conversations in --data, again and again, or random token ids, --tokens each."""
     from common.shards import token_hash
 
-    lengths = [args.tokens]
+    chance = np.random.default_rng(0)
     if args.data:
         from common.conversations import load_rows
         from common.tokenizing import load_tokenizer, tokenize_rows
 
         tokenized = tokenize_rows(load_rows(args.data, "train", None), load_tokenizer(args.model), max_length=4096)
-        lengths = [len(row.input_ids) for row in tokenized.rows]
-    chance, prompts = np.random.default_rng(0), []
-    for index in range(args.prompts):
-        ids = chance.integers(10, vocab_size - 10, lengths[index % len(lengths)])
-        prompts.append(TokenRow(index, ids, np.ones(len(ids), np.int64), token_hash(ids)))
-    return prompts
+        every = [np.asarray(row.input_ids) for row in tokenized.rows]
+    else:
+        every = [chance.integers(10, vocab_size - 10, args.tokens) for _ in range(args.prompts)]
+    prompts = [every[index % len(every)] for index in range(args.prompts)]
+    return [TokenRow(i, ids, np.ones(len(ids), np.int64), token_hash(ids)) for i, ids in enumerate(prompts)]
 
 
 def main() -> None:
@@ -227,7 +226,7 @@ def main() -> None:
     parser.add_argument("--device", default=available_device()[0])
     parser.add_argument("--chunk-tokens", type=int, default=16384)
     parser.add_argument("--ring-gb", type=float, default=8.0)
-    parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--writers", type=int, default=2, help="processes a rank, as of extract.py")
     parser.add_argument("--layout", default="v1", choices=("v1", "arrow"))
     parser.add_argument("--state-dtype", default="bfloat16")
     parser.add_argument("--engine-args", help="JSON object of further SGLang arguments")
@@ -254,6 +253,7 @@ def main() -> None:
 
     settings = BenchmarkSettings(
         str(model), points, tp=args.tp, device=args.device, dtype="bfloat16", chunk_tokens=args.chunk_tokens,
+        writers=args.writers,
         overrides=overrides | parse_engine_arguments(args.engine_args),
     )  # fmt: skip
     started = time.perf_counter()
@@ -277,7 +277,7 @@ def main() -> None:
             add("capture to memory", found.pop("seconds"), tokens, **found)
         if args.disk:
             found = capture(engine, prompts, args.disk / "states", points, args)
-            speed = disk_speed(args.disk, found["bytes"] // len(prompts), min(len(prompts), 64), args.writers)
+            speed = disk_speed(args.disk, found["bytes"] // len(prompts), min(len(prompts), 64), 8)
             add("capture to disk", found.pop("seconds"), tokens, **found, disk_gb_per_second=speed)
         synchronous_out.mkdir(parents=True, exist_ok=True)
         add("one .pt a request", generate(engine, prompts, PER_REQUEST)[0], tokens)

@@ -47,7 +47,7 @@ def main() -> None:
     layers = text_config(load_config(args.model))["num_hidden_layers"]
     settings = engines.EngineSettings(
         args.model, CapturePoints.default(layers), device=args.device, seed=args.seed,
-        trust_remote_code=args.trust_remote_code, decode_graphs=True,
+        trust_remote_code=args.trust_remote_code, decode_graphs=True, writers=0,
         extra=engines.parse_engine_arguments(args.engine_args),
     )  # fmt: skip
     engine = engines.start_engine(settings, args.output.with_suffix(".log"))

@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 
 from common.engine import SILENCE_SECONDS, ChildSignals, EngineDied, gone_silent
 from common.errors import UserError
+from common.tap_link import writer_of
 
 MOST_NEAR_TIES = 0.05  # share of samples; more of them is no rounding
 COMMIT_SECONDS = 0.2  # records that arrive within this time share one fsync
@@ -33,8 +34,8 @@ class Capture:
     """One capture session of one replica. Not reusable.
 
     engine: from common.engine.start_engine; run: a shard_run.RunDirectory; points: CapturePoints;
-    settings: hidden_size, dtype and last_state (as extract.py's arguments name them), ring_bytes (a rank), writers
-    (threads a rank), tokens_in_flight.
+    settings: hidden_size, dtype and last_state (as extract.py's arguments name them), ring_bytes (a rank),
+    tokens_in_flight.
     on_commit(record) is called for each durable sample, with None for one that was set aside; on_note(line) for what
     a person should read.
     """
@@ -79,11 +80,11 @@ class Capture:
             "points": list(self.points.points),
             "names": self.points.names(),
         }
-        for name in ("hidden_size", "dtype", "last_state", "ring_bytes", "writers"):
+        for name in ("hidden_size", "dtype", "last_state", "ring_bytes"):
             settings[name] = self.settings[name]
         for rank in range(self.ranks):
-            self.links.send(rank, "begin", **settings)
-        await self.until(lambda: self.begun == self.ranks)
+            self.links.send("begin", rank, **settings)
+        await self.until(lambda: self.begun == self.links.processes)
         self.committer = asyncio.create_task(self.commit_loop())
         return self
 
@@ -103,8 +104,8 @@ class Capture:
         patience = time.monotonic() + (30.0 if self.error else SILENCE_SECONDS)
         with contextlib.suppress(OSError):
             for rank in range(self.ranks):
-                self.links.send(rank, "end")
-            while self.ended < self.ranks and not isinstance(self.error, EngineDied | KeyboardInterrupt):
+                self.links.send("end", rank)
+            while self.ended < self.begun and not isinstance(self.error, EngineDied | KeyboardInterrupt):
                 if time.monotonic() > patience:
                     break
                 await asyncio.sleep(0.02)
@@ -155,15 +156,18 @@ class Capture:
         return tokens
 
     async def ask(self, batch: list) -> None:
-        """Describe samples to the ranks that will write them, then let the engine compute them."""
+        """Describe samples to those who will write them, then let the engine compute them."""
+        described = defaultdict(list)
         for sample in batch:
             self.samples[sample.index] = sample
             ids, mask = np.asarray(sample.input_ids, dtype=np.int64), np.asarray(sample.loss_mask, dtype=np.int64)
-            try:
-                rank = sample.index % self.ranks
-                self.links.send(rank, "sample", index=sample.index, input_ids=ids, loss_mask=mask)
-            except OSError:
-                raise EngineDied("a process of the engine died") from None
+            writer = writer_of(sample.index, self.ranks, self.links.writers)
+            described[writer].append({"index": sample.index, "input_ids": ids, "loss_mask": mask})
+        try:
+            for writer, samples in described.items():
+                self.links.send("samples", *writer, samples=samples)
+        except OSError:
+            raise EngineDied("a process of the engine died") from None
         try:
             answers = await self.engine.async_generate(
                 input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],
@@ -202,12 +206,15 @@ class Capture:
             self.fail(CaptureFailed(content["reason"]) if content["known"] else RuntimeError(content["reason"]))
         elif kind == "ended":
             self.ended += 1
-            self.rank_figures[rank] = content
+            if content:  # the scheduler's; a writer has no figures of its own
+                self.rank_figures[rank] = content
         elif kind in ("written", "set_aside"):
+            records = content.pop("records") if kind == "written" else [content]
             self.rank_figures[rank] = content
-            self.written_by[rank] += 1
-            self.records[content["index"]] = (kind, content)
-            self.check(content["index"])
+            self.written_by[rank] += len(records)
+            for record in records:
+                self.records[record["index"]] = (kind, record)
+                self.check(record["index"])
         self.wake()
 
     def check(self, index: int):

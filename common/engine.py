@@ -81,6 +81,7 @@ class EngineSettings:
     extra: dict = field(default_factory=dict)  # further ServerArgs, by name
     placement: Placement = field(default_factory=lambda: Placement(0, 1, True, 0, 1, 0, 0))
     init_address: str | None = None  # host:port of the replica's first node, when it spans nodes
+    writers: int = 1  # processes a tensor-parallel rank that write files
     links: Links | None = None  # made here when absent; on the further nodes of a replica only `line` is known
     line: str | None = None  # where the scheduler processes report to, from `Links.where`
 
@@ -185,7 +186,7 @@ def start_engine(settings: EngineSettings, log: Path):
     prepare_environment(settings.device, settings.tp)
     links = getattr(settings, "links", None)
     if links is None and not getattr(settings, "line", None):
-        links = Links(settings.tp)
+        links = Links(settings.tp, getattr(settings, "writers", 0))
     os.environ[LINE_VARIABLE] = links.where if links else settings.line
     arguments = settings.server_arguments()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -296,9 +297,12 @@ def stop_engine(engine) -> None:
 
 def gone_silent(engine, seconds: float) -> EngineDied:
     """What to raise when nothing has come back for `seconds`; the children print their stacks into the log first."""
-    for pid in engine.get_all_child_pids():
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGUSR2)  # see run_scheduler in tap.py
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        name = " ".join(child.cmdline())
+        if child.pid in engine.get_all_child_pids() or "common.tap_writer" in name:
+            child.send_signal(signal.SIGUSR2)  # see run_scheduler in tap.py, and main in tap_writer.py
     time.sleep(1.0)
     return EngineDied(f"the engine has been silent for {seconds:.0f} s; its stacks are in its log")
 

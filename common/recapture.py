@@ -86,7 +86,7 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
     token_bytes = (len(points.points) + 1) * text["hidden_size"] * 2
     capture_settings = {
         "hidden_size": text["hidden_size"], "dtype": "bfloat16", "last_state": "all",
-        "ring_bytes": 4 * (longest + 16_384) * token_bytes, "writers": 2, "tokens_in_flight": 4 * max(longest, 4096),
+        "ring_bytes": 4 * (longest + 16_384) * token_bytes, "tokens_in_flight": 4 * max(longest, 4096),
     }  # fmt: skip
 
     async def capture(run):

@@ -1,11 +1,13 @@
-"""Bounded host memory between the engine and the disk: regions of one pinned arena.
+"""Bounded host memory between the engine and the disk: regions of one arena that the writer processes map, too.
 
-The tap (common/tap.py) takes a region for the rows of a forward pass, the device copies into it, a writer thread
-writes it and gives it back. The arena never grows: when it is full, `allocate` waits, which holds the engine's next
-forward pass back until the disk has caught up. The time spent waiting is counted, because it tells the person that the
-disk is the limit.
+The tap (common/tap.py) takes a region for the rows of a forward pass, the device copies into it, a writer process
+(common/tap_writer.py) writes it and gives it back. The arena never grows: when it is full, `allocate` waits, which
+holds the engine's next forward pass back until the disk has caught up. The time spent waiting is counted, because it
+tells the person that the disk is the limit.
 """
 
+import mmap
+import os
 import threading
 import time
 from collections.abc import Container
@@ -16,11 +18,22 @@ ALIGNMENT = 4096  # bytes; a page, so that regions never share one
 
 
 class Ring:
-    """First-fit regions in one host buffer of `capacity` bytes. Thread-safe."""
+    """First-fit regions in one host buffer of `capacity` bytes, page-locked for the device if `pin`. Thread-safe.
+
+    The buffer is an anonymous file: no name in any file system, gone with its last process. `where` is what `attach`
+    takes in another process of the same user.
+    """
 
     def __init__(self, capacity: int, pin: bool):
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self.buffer = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=pin)
+        self.descriptor = os.memfd_create("ring")
+        os.ftruncate(self.descriptor, self.capacity)
+        self.where = (f"/proc/{os.getpid()}/fd/{self.descriptor}", self.capacity)
+        self.buffer = attach(self.where)
+        self.pinned = pin
+        if pin:
+            runtime = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(self.buffer.data_ptr(), self.capacity, 0))
         self.taken: dict[int, int] = {}  # start -> end, in bytes
         self.changed = threading.Condition()
         self.closed = False
@@ -65,6 +78,15 @@ class Ring:
             self.closed = True
             self.changed.notify_all()
 
+    def free(self) -> None:
+        """Close, and give the memory back as soon as no view of it is left. No copy of the device may be under way."""
+        self.close()
+        if self.descriptor is not None:
+            if self.pinned:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr()))
+            os.close(self.descriptor)
+            self.descriptor = self.buffer = None
+
     def used_bytes(self) -> int:
         return sum(end - start for start, end in self.taken.items())
 
@@ -75,3 +97,13 @@ class Ring:
                 return previous_end
             previous_end = self.taken[start]
         return previous_end if self.capacity - previous_end >= size else None
+
+
+def attach(where: tuple[str, int]) -> torch.Tensor:
+    """uint8 [capacity]: the memory of the ring that is at `where`, shared with its process."""
+    path, capacity = where
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

@@ -1,12 +1,12 @@
 """The tap: code that runs inside SGLang's scheduler processes and brings hidden states from the model to the disk.
 
-    decoder layer -> forward hook, here -> region of the ring (common/ring.py) -> writer threads (common/tap_writer.py)
+    decoder layer -> forward hook, here -> region of the ring (common/ring.py) -> writer process (common/tap_writer.py)
 
 `run_scheduler` is what the engine (common/engine.py) starts as its scheduler process. It opens a line to the committing
-process (common/tap_link.py), which says when a session begins and ends. Between begin and end the forward hooks copy
-the rows of the requests of that session. Hidden states are complete on every rank, so rank r writes the samples with
-`index % tp == r`. A hook never waits for the device: copies run on a side stream, and only a full ring makes it wait
-(for the disk).
+process (common/tap_link.py), which says when a session begins and ends, and starts the processes that write files
+(common/writer_pool.py). Between begin and end the forward hooks copy the rows of the requests of that session. Hidden
+states are complete on every rank, so rank r writes the samples with `index % tp == r`. A hook never waits for the
+device: copies run on a side stream, and only a full ring makes it wait (for the disk).
 
 Nothing is written unproven: the first batch is compared with SGLang's own EAGLE-3 capture (common/proof.py), and for
 every sample the token that follows from its stored last state goes to the committing process (common/capture.py), which
@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,13 @@ from common.errors import UserError
 from common.proof import FirstBatchProof, ProofFailed
 from common.ring import Ring
 from common.state_dtypes import stored_dtypes, to_stored
-from common.tap_link import Line
-from common.tap_writer import CANDIDATES, Finished, Region, Writers
+from common.tap_link import Line, writers_a_rank
+from common.tap_writer import CANDIDATES, Region
+from common.writer_pool import WriterPool
 
 model = None  # the SGLang model of this process
 line = None  # the Line to the committing process
+writers = None  # the WriterPool of this process
 tap = None  # the Tap of the session that is going on
 running = None  # the ForwardBatch of the forward pass that is going on
 between_forwards = threading.Lock()  # held by a forward pass, and by whoever changes what the model captures
@@ -70,8 +73,9 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
 
     ModelRunner.init_aux_hidden_state_capture = remember_model
     ModelRunner.forward = forward
-    global line
+    global line, writers
     line = Line(tp_rank, message)
+    writers = WriterPool(tp_rank, writers_a_rank(), on_death=lambda: line.send("lost"))
     if server_args.device == "cpu":
         use_absorbed_attention()
     return run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *further, **named)
@@ -89,23 +93,19 @@ def die_with_parent():
 def message(kind: str, content: dict):
     """What the committing process says."""
     global tap
-    if kind == "begin":
-        try:
-            with between_forwards:
-                tap = Tap(model, content, line)
-        except (ProofFailed, UserError) as error:
-            line.send("failed", reason=str(error), known=True, session=content["session"])
-            return
-        tap.writers.send("begun")
-    elif kind == "sample":
-        if tap is not None:
-            tap.writers.describe(content)
-    elif kind == "end" and tap is not None:
+    if kind in ("begin", "end") and tap is not None:  # a session that broke off was not ended
         with between_forwards:
             ending, tap = tap, None
             ending.proof.stop()
-        ending.writers.close()
-        ending.writers.send("ended", **ending.writers.figures())
+        ending.end()
+    if kind == "begin":
+        try:
+            with between_forwards:
+                tap = Tap(model, content, line, writers)
+        except (ProofFailed, UserError) as error:
+            line.send("failed", reason=str(error), known=True, session=content["session"])
+            return
+        tap.send("begun")
 
 
 def run_detokenizer(server_args, *args, **kwargs):
@@ -171,13 +171,17 @@ class Piece:
 
 
 class Tap:
-    """Capture of one session on one rank: hooks fill the ring, writer threads empty it.
+    """Capture of one session on one rank: hooks fill the ring, writer processes empty it.
 
     settings: session (its requests are called {session}-{index}-{tokens}); ranks; points, names (of the stored
-    tensors); hidden_size; dtype (--state-dtype); ring_bytes; and those of Writers.
+    tensors); hidden_size; dtype (--state-dtype); ring_bytes; and those of tap_writer.Session. `failed` is set by the
+    first error, here or in a writer; from then on nothing is captured.
     """
 
-    def __init__(self, model, settings: dict, line: Line):
+    def __init__(self, model, settings: dict, line: Line, writers: WriterPool):
+        self.line, self.writers = line, writers
+        self.failed = False
+        self.check_seconds = 0.0  # that the scheduler's thread spent on both self-checks
         self.settings, self.rank, self.ranks = settings, line.rank, settings["ranks"]
         self.rid_prefix = settings["session"] + "-"
         self.names = settings["names"]
@@ -192,14 +196,14 @@ class Tap:
         self.in_flight: list[tuple] = []  # (event, device tensors that a copy still reads)
         self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
         self.proof = FirstBatchProof(model, settings["points"], self.names, self.ranks, sum_over_ranks)
-        self.writers = Writers(settings, self.ring, line)
+        self.writers.begin(settings, self.ring, self.stop)
 
     # -- hooks, on the scheduler's thread --
 
     def wants(self, forward_batch) -> bool:
         """Whether a forward pass carries rows to capture: prompts, not decoding steps, verification or idling."""
         return (
-            self.writers.failed is None
+            not self.failed
             and forward_batch.rids is not None
             and forward_batch.forward_mode.is_extend_without_speculative()
             and any(rid.startswith(self.rid_prefix) for rid in forward_batch.rids)
@@ -236,7 +240,7 @@ class Tap:
 
         whole = [piece for piece in self.batch if piece.rows == piece.tokens]
         if whole:
-            region = self.take_region(sum(piece.rows for piece in whole), users=len(whole))
+            region = self.take_region(sum(piece.rows for piece in whole), samples=len(whole))
             row = 0
             for piece in whole:
                 piece.region, piece.region_start = region, row
@@ -246,7 +250,7 @@ class Tap:
             if piece.rows == piece.tokens:
                 continue
             if piece.prefix == 0:
-                self.partial[piece.index] = self.take_region(piece.tokens, users=1)
+                self.partial[piece.index] = self.take_region(piece.tokens, samples=1)
             if piece.index not in self.partial:
                 raise RuntimeError(f"sample {piece.index}: rows from {piece.prefix} on arrived without those before")
             piece.region = self.partial[piece.index]
@@ -254,7 +258,7 @@ class Tap:
         for rows, region, region_start in self.runs:
             self.copy(self.gather(forward_batch.input_ids, rows).clone(), region.ids, region_start)
 
-    def take_region(self, rows: int, users: int) -> Region | None:
+    def take_region(self, rows: int, samples: int) -> Region | None:
         nbytes, carve = Region.plan(self.dtypes, rows, self.settings["hidden_size"])
         incomplete = {region.start for region in self.partial.values()}
         try:
@@ -264,7 +268,8 @@ class Tap:
         if taken is None:
             raise RuntimeError("the ring was closed while the engine was running")
         start, memory = taken
-        return Region(start, *carve(memory), users)
+        self.writers.expect(start, samples)
+        return Region(start, *carve(memory), samples)
 
     def copy_rows(self, slot: int, hidden, residual):
         for rows, region, region_start in self.runs:
@@ -312,7 +317,7 @@ class Tap:
             if self.proof.pending:
                 aux = args[4] if len(args) > 4 else None
                 if result := self.proof.check(aux, post_norm):
-                    self.writers.send("proof", rank=self.rank, **result)
+                    self.send("proof", rank=self.rank, **result)
             ending, hidden = len(self.ending), self.settings["hidden_size"]
             host_own = torch.empty(ending, 2 * CANDIDATES + 1, dtype=torch.float64, pin_memory=self.on_gpu)
             host_last = torch.empty(ending, hidden, dtype=self.dtypes[-1], pin_memory=self.on_gpu)
@@ -320,21 +325,48 @@ class Tap:
                 own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))
                 self.copy(own, host_own, 0)
                 self.copy(self.last_rows.to(self.dtypes[-1]), host_last, 0)
-            self.writers.check_seconds += time.monotonic() - began
+            self.check_seconds += time.monotonic() - began
             event = None
             if self.on_gpu:
                 event = torch.cuda.Event()
                 event.record(self.copy_stream)
                 self.in_flight = [item for item in self.in_flight if not item[0].query()]
                 self.in_flight.append((event, self.sources))
-            for number, piece in enumerate(self.ending):
-                if piece.index % self.ranks != self.rank:
-                    continue
-                self.partial.pop(piece.index, None)
-                own, last = host_own[number], host_last[number]
-                region, start = piece.region, piece.region_start
-                self.writers.jobs.put(Finished(piece.index, region, start, piece.tokens, own, last, event))
+            mine = [number for number, piece in enumerate(self.ending) if piece.index % self.ranks == self.rank]
+            if mine:
+                pieces = [self.ending[number] for number in mine]
+                samples = [(p.index, p.region.start, len(p.region.ids), p.region_start, p.tokens) for p in pieces]
+                for piece in pieces:
+                    self.partial.pop(piece.index, None)
+                self.writers.put(event, self.figures(), samples, host_own, host_last, mine)
             self.batch = None
+
+    # -- the other processes --
+
+    def send(self, kind: str, **content):
+        self.line.send(kind, session=self.settings["session"], **content)
+
+    def figures(self) -> dict:
+        return {
+            "stalls": self.ring.stalls,
+            "stalled_seconds": self.ring.stalled_seconds,
+            "ring_peak_bytes": self.ring.peak_bytes,
+            "check_seconds": self.check_seconds,
+        }
+
+    def stop(self):
+        """Capture no more: this session has failed."""
+        self.failed = True
+        self.ring.close()
+
+    def end(self):
+        """Have all written that is complete; called when no hook runs any more."""
+        self.ring.close()
+        self.writers.end(self.settings["session"])
+        if self.on_gpu:
+            self.copy_stream.synchronize()
+        self.ring.free()
+        self.send("ended", **self.figures())
 
     @contextlib.contextmanager
     def failures_reported(self):
@@ -342,7 +374,12 @@ class Tap:
         try:
             yield
         except Exception as error:
-            self.writers.fail(error)
+            if not self.failed:
+                self.stop()
+                traceback.print_exc()
+                known = isinstance(error, ProofFailed | UserError)
+                reason = str(error) if known else f"{type(error).__name__}: {error}"
+                self.send("failed", reason=reason, known=known)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
-"""The line between the process that commits samples and the scheduler processes that write them: small messages only.
+"""The line between the process that commits samples and those that compute and write them: small messages only.
 
-    committing process: Links(ranks)              one listener, made before the engine, for its whole life
-    scheduler process:  Line(rank, on_message)    one connection, made before the model loads
+    committing process:   Links(ranks, writers)             one listener, made before the engine, for its whole life
+    scheduler process:    Line(rank, on_message)            one connection, made before the model loads
+    its writer processes: Line(rank, on_message, writer)    one connection each
 
-Messages are (kind, content): `begin`, `sample` and `end` go to a rank; `hello`, `begun`, `proof`, `written`,
-`set_aside`, `failed` and `ended` come from it. Tensors never travel here. A Unix socket without a file on one node, TCP
-where a replica spans nodes. A connection that breaks is how the committing process learns at once that a rank has died.
+Messages are (kind, content): `begin` and `end` go to a scheduler, `samples` to a writer; `hello`, `begun`, `proof`,
+`written`, `set_aside`, `failed`, `ended` and `lost` (a writer has died) come back. Hidden states never travel here. A
+Unix socket without a file on one node, TCP where a replica spans nodes. A connection that breaks is how the committing
+process learns at once that a process has died.
 """
 
 import contextlib
@@ -17,31 +19,32 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Listener
 
-ENVIRONMENT = "CAPTURE_LINE"  # "address|key", inherited by the scheduler processes
+ENVIRONMENT = "CAPTURE_LINE"  # "address|key|writers a rank", inherited by the scheduler processes and their writers
 
 
 class Links:
-    """Connections to all ranks of one engine. `on_message(rank, kind, content)` is called from threads; a broken
-    connection arrives as kind "lost"."""
+    """Connections to all ranks of one engine and to the writers of each. `on_message(rank, kind, content)` is called
+    from threads; a broken connection arrives as kind "lost"."""
 
-    def __init__(self, ranks: int, over_nodes: bool = False):
-        self.ranks = ranks
+    def __init__(self, ranks: int, writers: int = 0, over_nodes: bool = False):
+        self.ranks, self.writers = ranks, writers
+        self.processes = ranks * (1 + writers)
         key = secrets.token_bytes(16)
         name = f"capture-{os.getpid()}-{secrets.token_hex(4)}"
-        self.listener = Listener(("", 0) if over_nodes else f"\0{name}", authkey=key, backlog=ranks)
+        self.listener = Listener(("", 0) if over_nodes else f"\0{name}", authkey=key, backlog=self.processes)
         where = f"{socket.gethostname()}:{self.listener.address[1]}" if over_nodes else f"@{name}"
-        self.where = f"{where}|{key.hex()}"
-        self.connections: dict[int, object] = {}
-        self.lost = False  # a rank that was connected is gone
+        self.where = f"{where}|{key.hex()}|{writers}"
+        self.connections: dict[tuple[int, int | None], object] = {}  # (rank, its writer or None for the scheduler)
+        self.lost = False  # a process that was connected is gone
         self.on_message: Callable[[int, str, dict], None] = lambda rank, kind, content: None
         threading.Thread(target=self._accept, daemon=True, name="links-accept").start()
 
     def connected(self) -> bool:
-        return len(self.connections) == self.ranks
+        return len(self.connections) == self.processes
 
-    def send(self, rank: int, kind: str, **content) -> None:
-        """Raises OSError when the rank is gone."""
-        self.connections[rank].send((kind, content))
+    def send(self, kind: str, rank: int, writer: int | None = None, **content) -> None:
+        """To the scheduler of a rank, or to one of its writers. Raises OSError when it is gone."""
+        self.connections[rank, writer].send((kind, content))
 
     def close(self) -> None:
         for connection in self.connections.values():
@@ -50,7 +53,7 @@ class Links:
 
     def _accept(self):
         with contextlib.suppress(OSError):
-            for _ in range(self.ranks):
+            for _ in range(self.processes):
                 connection = self.listener.accept()
                 threading.Thread(target=self._receive, args=(connection,), daemon=True, name="links-receive").start()
 
@@ -61,7 +64,9 @@ class Links:
                 kind, content = connection.recv()
                 if kind == "hello":
                     rank = content["rank"]
-                    self.connections[rank] = connection
+                    self.connections[rank, content["writer"]] = connection
+                if kind == "lost":
+                    self.lost = True
                 self.on_message(rank, kind, content)
         except (EOFError, OSError):
             self.lost = True
@@ -69,11 +74,11 @@ class Links:
 
 
 class Line:
-    """One rank's connection. `on_message(kind, content)` runs in a thread of its own, one message after the other; what
-    it raises is printed and sent as `failed`."""
+    """The connection of one scheduler (writer None) or writer. `on_message(kind, content)` runs in a thread of its own,
+    one message after the other; what it raises is printed and sent as `failed`."""
 
-    def __init__(self, rank: int, on_message: Callable[[str, dict], None]):
-        address, key = os.environ[ENVIRONMENT].rsplit("|", 1)
+    def __init__(self, rank: int, on_message: Callable[[str, dict], None], writer: int | None = None):
+        address, key, _ = os.environ[ENVIRONMENT].rsplit("|", 2)
         if address.startswith("@"):
             address = "\0" + address[1:]
         else:
@@ -82,7 +87,7 @@ class Line:
         self.rank, self.on_message = rank, on_message
         self.lock = threading.Lock()
         self.connection = Client(address, authkey=bytes.fromhex(key))
-        self.send("hello", rank=rank)
+        self.send("hello", rank=rank, writer=writer)
         threading.Thread(target=self._receive, daemon=True, name="line-receive").start()
 
     def send(self, kind: str, **content) -> None:
@@ -98,6 +103,16 @@ class Line:
                 except Exception as error:
                     traceback.print_exc()
                     self.send("failed", reason=f"{type(error).__name__}: {error}", known=False, session=None)
+
+
+def writers_a_rank() -> int:
+    """How many writer processes the committing process expects of this rank."""
+    return int(os.environ[ENVIRONMENT].rsplit("|", 1)[1])
+
+
+def writer_of(index: int, ranks: int, writers: int) -> tuple[int, int]:
+    """(rank, writer): who writes sample `index`. Hidden states are complete on every rank, so this shares them out."""
+    return index % ranks, index // ranks % writers
 
 
 def shut(connection) -> None:

@@ -1,32 +1,39 @@
-"""The writing half of the tap: complete samples from the ring to the disk, records to the committing process.
+"""A writer process of the tap: complete samples from the ring to the disk, records to the committing process.
 
     ring (common/ring.py) -> writer threads, here -> shards (shard_writing.py)
                                      |
                      records of a few hundred bytes to common/capture.py, which commits them
 
-Runs in each scheduler process, made by common/tap.py. A sample is written only when the token ids that the engine
-computed are its own, all its states are finite (otherwise it is set aside), and its last state is bit by bit the one
-that its own token was computed from.
+Started by each scheduler process (common/writer_pool.py), for the engine's whole life: writing takes Python's
+interpreter lock, and the scheduler's thread needs its own to keep the device busy. A sample is written only when the
+token ids that the engine computed are its own, all its states are finite (otherwise it is set aside), and its last
+state is bit by bit the one that its own token was computed from.
 """
 
+import faulthandler
 import math
 import os
 import queue
+import signal
+import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import torch
 
 from common.errors import UserError
 from common.proof import ProofFailed
-from common.ring import Ring
+from common.ring import attach
 from common.shard_writing import join_run, write_sample
-from common.state_dtypes import FP8, scale_of
+from common.state_dtypes import FP8, scale_of, stored_dtypes
 from common.tap_link import Line
 
-CANDIDATES = 4  # best tokens of the own-token check
+CANDIDATES = 32  # best tokens of the own-token check: flat logits have many within rounding of the best
+THREADS = 4  # of a writer process
 DESCRIPTION_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
+RECORDS_AT_ONCE = 16  # of one message; fewer when there is nothing left to write
 
 
 @dataclass
@@ -37,7 +44,8 @@ class Region:
     ids: torch.Tensor  # [rows] int64, the ids that the engine computed at these rows
     largest: torch.Tensor  # [P + 1, rows] float32, largest magnitude of the row: finite exactly when the row is
     states: list[torch.Tensor]  # P + 1 times [rows, H], each in the dtype that it is stored in
-    users: int  # samples not yet written
+    samples: int  # that have rows in it; in a writer, of those that it writes
+    written: int = 0
 
     @staticmethod
     def plan(dtypes: list[torch.dtype], rows: int, hidden: int):
@@ -59,55 +67,71 @@ class Region:
 
 @dataclass
 class Finished:
-    """A sample whose rows are all in host memory once `event` has happened."""
+    """A sample whose rows are all in host memory."""
 
     index: int
     region: Region
-    start: int
+    first: int  # row of the region
     tokens: int
-    own: torch.Tensor  # [2 * CANDIDATES + 1] float64, from tap.own_tokens
-    last: torch.Tensor  # [H], the last state that this token was computed from
-    event: "torch.cuda.Event | None"
+    own: list[float]  # 2 * CANDIDATES + 1 numbers, from tap.own_tokens
+    last: torch.Tensor  # [H], the last state that these were computed from
 
 
-class Writers:
-    """Writer threads of one rank in one session.
+class Session:
+    """What one writer does between `begin` and `end`.
 
-    settings: session (its name, in every message); out, layout, rows_per_block, last_state (all or supervised); names
-    of the stored tensors; writers (threads). `failed` is set by the first error; from then on samples are dropped, so
-    that nothing waits for ever.
+    settings: session (its name, in every message); out, layout, rows_per_block, last_state (all or supervised); dtype,
+    hidden_size and names of the stored tensors; ring (where `attach` finds it). scheduler: the pipe to the scheduler
+    process, which gets the regions back. The first error stops everything: from then on samples are dropped, so that
+    nothing waits for ever.
     """
 
-    def __init__(self, settings: dict, ring: Ring, line: Line):
-        self.settings, self.ring, self.line, self.rank = settings, ring, line, line.rank
-        self.names = settings["names"]
+    def __init__(self, settings: dict, scheduler: Connection, line: Line):
+        self.settings, self.scheduler, self.line = settings, scheduler, line
+        self.names, self.hidden = settings["names"], settings["hidden_size"]
+        self.dtypes = stored_dtypes(settings["dtype"], len(self.names) - 1)
+        self.memory = attach(settings["ring"])
         self.samples: dict[int, dict] = {}  # index -> what the committing process says of it
         self.samples_changed = threading.Condition()
         self.jobs: queue.Queue[Finished | None] = queue.Queue()
-        self.failed: str | None = None
-        self.check_seconds = 0.0  # that the scheduler's thread spent on both self-checks
+        self.failed = False
+        self.records: list[dict] = []  # of written samples, not yet sent
+        self.figures: dict = {}  # of the scheduler, as last heard
+        self.lock = threading.Lock()  # of the pipe, the regions' counts and the records
         self.run_lock = join_run(settings["out"])
-        self.lock = threading.Lock()  # of the regions' users
-        for number in range(settings["writers"]):
-            threading.Thread(target=self.write, daemon=True, name=f"tap-write-{number}").start()
+        self.threads = [threading.Thread(target=self.write, daemon=True, name=f"write-{n}") for n in range(THREADS)]
+        for thread in self.threads:
+            thread.start()
+
+    def take(self, passed: dict):
+        """The samples that one forward pass has completed.
+
+        passed: regions [(start, rows)]; samples [(index, start of its region, first row, tokens)]; own float64
+        [B, 2 * CANDIDATES + 1] and last [B, H] as bytes, one row a sample; figures.
+        """
+        self.figures = passed["figures"]
+        regions = {}
+        for start, rows in passed["regions"]:
+            nbytes, carve = Region.plan(self.dtypes, rows, self.hidden)
+            samples = sum(sample[1] == start for sample in passed["samples"])
+            regions[start] = Region(start, *carve(self.memory[start : start + nbytes]), samples)
+        last = torch.frombuffer(bytearray(passed["last"]), dtype=self.dtypes[-1]).view(-1, self.hidden)
+        for (index, start, first, tokens), own, state in zip(passed["samples"], passed["own"], last, strict=True):
+            self.jobs.put(Finished(index, regions[start], first, tokens, own, state))
 
     def write(self):
         while (job := self.jobs.get()) is not None:
             try:
-                if self.failed is None:
+                if not self.failed:
                     self.write_one(job)
             except BaseException as error:  # noqa: B036 (a writer must never die in silence)
                 self.fail(error)
             finally:
                 self.release(job.region)
-                self.jobs.task_done()
-        self.jobs.task_done()
 
     def write_one(self, job: Finished):
         sample = self.sample(job.index)
-        if job.event is not None:
-            job.event.synchronize()
-        rows = slice(job.start, job.start + job.tokens)
+        rows = slice(job.first, job.first + job.tokens)
         ids = job.region.ids[rows]  # [L]
         if not torch.equal(ids, torch.from_numpy(sample["input_ids"])):
             raise ProofFailed(
@@ -116,7 +140,7 @@ class Writers:
             )
         largest = job.region.largest[:, rows]  # [P + 1, L]
         if problem := not_finite(largest, self.names):
-            self.send("set_aside", index=job.index, reason=problem, **self.figures())
+            self.send("set_aside", index=job.index, reason=problem, **self.figures)
             return
         states = [state[rows] for state in job.region.states]  # P + 1 times [L, H]
         if not torch.equal(states[-1][-1], job.last):
@@ -130,62 +154,62 @@ class Writers:
             settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"],
             settings["rows_per_block"], scales, settings["last_state"],
         )  # fmt: skip
-        *numbers, rounding = job.own.tolist()
+        *numbers, rounding = job.own
         tokens, below = [int(token) for token in numbers[:CANDIDATES]], numbers[CANDIDATES:]
         own = {"tokens": tokens, "below": below, "rounding": rounding}
-        self.send("written", index=job.index, bytes=written.bytes, xxh3=written.xxh3, own=own, **self.figures())
+        self.written({"index": job.index, "bytes": written.bytes, "xxh3": written.xxh3, "own": own})
+
+    def written(self, record: dict):
+        """Tell the committing process, of several samples at once while more are waiting to be written."""
+        with self.lock:
+            self.records.append(record)
+            if len(self.records) < RECORDS_AT_ONCE and not self.jobs.empty():
+                return
+            records, self.records = self.records, []
+        self.send("written", records=records, **self.figures)
 
     def release(self, region: Region):
         with self.lock:
-            region.users -= 1
-            last = region.users == 0
-        if last:
-            self.ring.release(region.start)
+            region.written += 1
+            if region.written == region.samples:
+                self.scheduler.send(("release", (region.start, region.samples)))
 
-    def figures(self) -> dict:
-        return {
-            "stalls": self.ring.stalls,
-            "stalled_seconds": self.ring.stalled_seconds,
-            "ring_peak_bytes": self.ring.peak_bytes,
-            "check_seconds": self.check_seconds,
-        }
-
-    # -- the committing process --
-
-    def describe(self, sample: dict):
-        """Take the description of a sample: {index, input_ids [L] int64, loss_mask [L] int64}."""
+    def describe(self, samples: list[dict]):
+        """Take descriptions of samples: {index, input_ids [L] int64, loss_mask [L] int64}."""
         with self.samples_changed:
-            self.samples[sample["index"]] = sample
+            self.samples |= {sample["index"]: sample for sample in samples}
             self.samples_changed.notify_all()
 
     def sample(self, index: int) -> dict:
         with self.samples_changed:
             if not self.samples_changed.wait_for(lambda: index in self.samples, DESCRIPTION_SECONDS):
-                raise RuntimeError(f"sample {index} was computed but never described to rank {self.rank}")
+                raise RuntimeError(f"sample {index} was computed but never described to its writer")
             return self.samples.pop(index)
 
     def send(self, kind: str, **content):
         self.line.send(kind, session=self.settings["session"], **content)
 
     def fail(self, error: BaseException):
-        """Stop capturing and tell the committing process; the engine itself goes on, so that it can be shut down."""
-        if self.failed is not None:
-            return
-        self.failed = f"{type(error).__name__}: {error}"
+        """Tell the committing process why and the scheduler that; the engine goes on, so that it can be shut down."""
+        with self.lock:
+            if self.failed:
+                return
+            self.failed = True
+            self.scheduler.send(("failed", None))
         traceback.print_exception(error)
         known = isinstance(error, ProofFailed | UserError)
-        self.ring.close()
-        try:
-            self.send("failed", reason=str(error) if known else self.failed, known=known)
-        except OSError:
-            pass
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        self.send("failed", reason=reason, known=known)
 
     def close(self):
-        """Write what is complete, then let go of the threads and the directory."""
-        self.jobs.join()
-        for _ in range(self.settings["writers"]):
+        """Write what is complete, then let go of the threads, the ring and the directory."""
+        for _ in self.threads:
             self.jobs.put(None)
-        self.ring.close()
+        for thread in self.threads:
+            thread.join()
+        if self.records:  # the last sample was set aside, or failed
+            self.send("written", records=self.records, **self.figures)
+        self.memory = None
         os.close(self.run_lock)
 
 
@@ -198,3 +222,42 @@ def not_finite(largest: torch.Tensor, names: list[str]) -> str | None:
     slot, row = bad.nonzero()[0].tolist()
     kind = "NaN" if largest[slot, row].isnan() else "Inf"
     return f"{kind} at {names[slot]}, row {row}"
+
+
+def main(rank: int, number: int, descriptor: int) -> None:
+    """Serve one session after the other until the scheduler process, at the other end of `descriptor`, is gone."""
+    for deaf in (signal.SIGINT, signal.SIGTERM):  # they are for the main process
+        signal.signal(deaf, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    torch.set_num_threads(1)
+    scheduler, session = Connection(descriptor), None
+
+    def message(kind: str, content: dict):
+        if kind == "samples" and session is not None:
+            session.describe(content["samples"])
+
+    line = Line(rank, message, number)
+    try:
+        while True:
+            kind, content = scheduler.recv()
+            if kind == "begin":
+                try:
+                    session = Session(content, scheduler, line)
+                except UserError as error:
+                    scheduler.send(("failed", None))
+                    line.send("failed", reason=str(error), known=True, session=content["session"])
+                line.send("begun", session=content["session"])
+            elif kind == "pass" and session is not None:
+                session.take(content)
+            elif kind == "end":
+                if session is not None:
+                    session.close()
+                session = None
+                line.send("ended", session=content["session"])
+                scheduler.send(("ended", None))
+    except (EOFError, OSError):  # not waiting for threads that write: what they write no longer counts
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

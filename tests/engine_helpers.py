@@ -4,9 +4,12 @@ The reference is transformers on the same checkpoint in float32: `hidden_states[
 output of the last decoder layer, before the final norm, for the last state.
 """
 
+import contextlib
+import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -40,11 +43,11 @@ def start(folder: Path, points: CapturePoints, log: Path, tp: int = 1, chunk_tok
 
 
 def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1", hidden=64, ring_bytes=64 << 20,
-            writers=2, tokens_in_flight=8192, last_state="all"):
+            tokens_in_flight=8192, last_state="all"):
     """Capture `samples` into `out` and return (Capture, ShardReader or None)."""
     run = RunDirectory(out, {"model": "test"}, rows=max(sample.index for sample in samples) + 1, layout=layout)
     settings = {
-        "hidden_size": hidden, "dtype": dtype, "last_state": last_state, "ring_bytes": ring_bytes, "writers": writers,
+        "hidden_size": hidden, "dtype": dtype, "last_state": last_state, "ring_bytes": ring_bytes,
         "tokens_in_flight": tokens_in_flight,
     }  # fmt: skip
 
@@ -59,6 +62,35 @@ def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1",
     finally:
         run.close()
     return session, ShardReader(out) if run.committed else None
+
+
+@contextlib.contextmanager
+def writers_stopped(engine, out: Path):
+    """The writer processes of `engine` stand still from the first file in `out` on, as with a disk that hangs, until
+    the function that this gives is called, or the block is left."""
+    descendants = psutil.Process().children(recursive=True)
+    writers = [process for process in descendants if "common.tap_writer" in process.cmdline()]
+    assert len(writers) == engine.links.processes - engine.links.ranks > 0
+    over = threading.Event()
+
+    def stop_them():
+        while not any(out.rglob("data_*.pt")) and not over.wait(0.001):
+            pass
+        for writer in writers:
+            writer.suspend()
+
+    def resume():
+        over.set()
+        thread.join()
+        for writer in writers:
+            writer.resume()
+
+    thread = threading.Thread(target=stop_them)
+    thread.start()
+    try:
+        yield resume
+    finally:
+        resume()
 
 
 class Reference:

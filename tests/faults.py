@@ -6,13 +6,10 @@ tests/serving.py. Each fault breaks the capture in a way that has broken somebod
 is unmodified.
 """
 
-import time
-
 import torch
 
 import serving
 from common import tap
-from common.tap_writer import Writers
 
 NAN_TOKEN = 77  # rows of this token id get a NaN under the fault "nan"
 
@@ -33,7 +30,6 @@ class Original:
     begin_batch = tap.Tap.begin_batch
     copy_rows = tap.Tap.copy_rows
     layer_done = tap.Tap.layer_done
-    write_one = Writers.write_one
     moved: list = []  # (layer, hooks it had)
     unreduced: list = []  # (linear layer, handle of the hook that reduces later)
 
@@ -48,7 +44,6 @@ def restore():
     tap.residual_stream = Original.residual_stream
     for method in ("begin_batch", "copy_rows", "layer_done"):
         setattr(tap.Tap, method, getattr(Original, method))
-    Writers.write_one = Original.write_one
     for layer, hooks in Original.moved:
         layer._forward_hooks.clear()
         layer._forward_hooks.update(hooks)
@@ -185,28 +180,6 @@ def break_nan():
 
 def break_inf():
     poison(float("inf"))
-
-
-def break_slow_disk():
-    """Only the first sample is written before the ring has held the engine back once (or a minute has passed)."""
-
-    def write_one(self, job):
-        deadline = time.monotonic() + 60
-        while job.index and self.ring.stalls == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        Original.write_one(self, job)
-
-    Writers.write_one = write_one
-
-
-def break_hang():
-    """A writer that waits for something that never comes, until the fault is switched off."""
-
-    def write_one(self, job):
-        while Writers.write_one is not Original.write_one:
-            time.sleep(0.05)
-
-    Writers.write_one = write_one
 
 
 def break_hook():

@@ -1,4 +1,4 @@
-"""Capture on real GPUs, over one rank and over two, against transformers. Needs a GPU; two of the tests need two.
+"""Capture on real GPUs, over one rank and over two, against transformers. Needs a GPU; some of the tests need two.
 
 Batches of 300 and of more than 2,048 tokens: below 2,048, SGLang would fuse the all-reduce of the MLP into the next
 layer's norm on these GPUs, and a hook would see one rank's partial sum. Random models of many layers turn the rounding
@@ -6,11 +6,17 @@ of bfloat16 into other states (with routing, into other experts), so both sides 
 itself is compared: what transformers makes of the state before it. One engine a test.
 """
 
+import json
 import os
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
 
 import engine_helpers as helpers
 import tiny_models
@@ -18,10 +24,13 @@ from benchmarks.extraction import GPU_ARGUMENTS
 from common.capture import CaptureFailed
 from common.capture_points import CapturePoints
 from common.engine import EngineSettings, start_engine, stop_engine
+from common.shards import ShardReader
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parent.parent
 # The layers i that are compared: points i and i + 1 are captured, or i and the last state.
 LAYERS = {"llama": (3, 31, 59, 60), "qwen3_moe": (3, 7, 10, 11), "deepseek_v3": (3, 31, 59, 60)}
+SIZES = {"llama": {}, "qwen3_moe": tiny_models.QWEN3_ON_GPU, "deepseek_v3": tiny_models.DEEPSEEK_ON_GPU}
 SMALL, LARGE = [100, 1, 60, 139], [1500, 700, 5, 1200, 300]  # tokens; 300 and 3,705 together
 
 
@@ -34,7 +43,7 @@ def start(folder, kind, tmp_path, tp=1, **more):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     settings = EngineSettings(
         str(folder), points_of(kind), device="cuda", dtype="bfloat16", tp=tp, chunk_tokens=8192,
-        extra={"mem_fraction_static": 0.3, **GPU_ARGUMENTS},
+        extra={"max_total_tokens": 65536, **GPU_ARGUMENTS},  # leaves the GPU's memory to others
     )  # fmt: skip
     if more:  # what EngineSettings refuses
         arguments = settings.server_arguments() | more
@@ -66,7 +75,7 @@ def compare(folder, kind, samples, reader):
 
 
 def capture_and_compare(kind, tp, tmp_path):
-    folder = getattr(tiny_models, kind)(tmp_path / "model")
+    folder = getattr(tiny_models, kind)(tmp_path / "model", **SIZES[kind])
     engine = start(folder, kind, tmp_path, tp=tp)
     try:
         for samples, session, reader in captured(engine, kind, tmp_path):
@@ -93,12 +102,38 @@ def test_two_gpus_equal_transformers_and_both_write(kind, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_fused_all_reduce_is_a_trap_and_is_seen(tmp_path):
-    """With the fusion that capture always switches off switched on, the proof of the first batch stops the run."""
-    folder = tiny_models.deepseek_v3(tmp_path / "model")
-    fused = {"enforce_disable_flashinfer_allreduce_fusion": False, "enable_flashinfer_allreduce_fusion": True}
+    """With the fusion that capture always switches off switched on, the proof of the first batch stops the run.
+
+    flashinfer allocates its buffers through torch's symmetric memory, which would make NVLink multicast objects; on a
+    shared host they can put GPUs out of service, so the test wants them switched off for certain.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, 0):
+        pytest.skip("torch would use NVLink multicast in spite of TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
+    folder = tiny_models.deepseek_v3(tmp_path / "model", **SIZES["deepseek_v3"])
+    fused = {"enforce_disable_flashinfer_allreduce_fusion": False, "flashinfer_allreduce_fusion_backend": "trtllm"}
     engine = start(folder, "deepseek_v3", tmp_path, tp=2, **fused)
     try:
         with pytest.raises(CaptureFailed, match="partial sum|differs"):
             list(captured(engine, "deepseek_v3", tmp_path))
     finally:
         stop_engine(engine)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_replicas_under_torchrun_have_a_gpu_each_and_share_the_rows(small_target, tmp_path):
+    """Two engines at once."""
+    samples = helpers.samples_of([50] * 60)
+    rows = [{"input_ids": one.input_ids.tolist(), "loss_mask": [1] * len(one.input_ids)} for one in samples]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "extract.py",
+               "--model", small_target, "--data", tmp_path / "rows.jsonl", "--output", out,
+               "--engine-args", json.dumps({"max_total_tokens": 65536, **GPU_ARGUMENTS})]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    checks = json.loads((out / "dataset.json").read_text())["run"]["self_checks"]
+    checked = [check["own_token"]["checked"] for check in checks]
+    assert sum(checked) == len(ShardReader(out).records) == 60 and min(checked) >= 20
+    logs = [(out / "logs" / f"engine-{replica}-0.log").read_text() for replica in (0, 1)]
+    assert [f"base_gpu_id={gpu}" in log for gpu, log in enumerate(logs)] == [True, True]

@@ -93,6 +93,10 @@ def scheduler_of(family, rank: int | None = None) -> psutil.Process:
     return next(process for process in family if " ".join(process.cmdline()).startswith(title))
 
 
+def writer_of(family) -> psutil.Process:
+    return next(process for process in family if "common.tap_writer" in process.cmdline())
+
+
 def facts(entries: dict[int, dict]) -> dict[int, tuple]:
     """What must not depend on how often a run was killed."""
     keys = ("status", "tokens", "supervised", "bytes", "row_hash", "source")
@@ -100,7 +104,7 @@ def facts(entries: dict[int, dict]) -> dict[int, tuple]:
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(small_target, rows, tmp_path):
-    """Kills of the main process and of the scheduler, Ctrl-C, and damage between two runs. Six engines."""
+    """Kills of the main process, the scheduler and a writer, Ctrl-C, and damage between two runs. Seven engines."""
     calm, wild = tmp_path / "calm", tmp_path / "wild"
     arguments = [*target_flags(small_target), "--data", rows, "--chunk-tokens", 64, "--ring-gb", 0.05]
     run = Run(tmp_path / "calm.log", *arguments, "--output", calm)
@@ -115,13 +119,15 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(small_t
     run.process.send_signal(signal.SIGKILL)
     assert gone(family), "children outlived a killed main process"
 
-    run = Run(tmp_path / "wild.log", *again)
-    run.wait_until(lambda: len(committed(wild)) >= 120)
-    family = run.family()
-    scheduler_of(family).kill()
-    assert run.finish(60) not in (0, None)
-    assert "a process of the engine died" in run.text() and "The same command goes on" in run.text()
-    assert gone(family)
+    for victim in (scheduler_of, writer_of):
+        before = len(committed(wild))
+        run = Run(tmp_path / "wild.log", *again)
+        run.wait_until(lambda before=before: len(committed(wild)) >= before + 60)
+        family = run.family()
+        victim(family).kill()
+        assert run.finish(60) not in (0, None)
+        assert "a process of the engine died" in run.text() and "The same command goes on" in run.text()
+        assert gone(family)
 
     before = len(committed(wild))
     run = Run(tmp_path / "wild.log", *again)

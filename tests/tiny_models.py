@@ -12,6 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 512
+# Head sizes that the attention kernels of a GPU take: for `**sizes` below.
+QWEN3_ON_GPU = {"head_dim": 64}
+DEEPSEEK_ON_GPU = {"kv_lora_rank": 512, "q_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+                   "v_head_dim": 128}  # fmt: skip
 
 
 def llama(folder: Path, layers: int = 61, vocab: int = VOCAB) -> Path:
@@ -32,30 +36,30 @@ def qwen3(folder: Path, layers: int = 8) -> Path:
     return save(config, folder)
 
 
-def qwen3_moe(folder: Path, layers: int = 12) -> Path:
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=VOCAB, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=layers, head_dim=16, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
-        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+def qwen3_moe(folder: Path, layers: int = 12, **sizes) -> Path:
+    config = dict(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=layers,
+        head_dim=16, num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=2048, bos_token_id=1,
+        eos_token_id=2, tie_word_embeddings=False,
     )  # fmt: skip
-    return save(config, folder)
+    return save(AutoConfig.for_model("qwen3_moe", **config | sizes), folder)
 
 
-def deepseek_v3(folder: Path, layers: int = 61, vocab: int = VOCAB) -> Path:
+def deepseek_v3(folder: Path, layers: int = 61, vocab: int = VOCAB, **sizes) -> Path:
     """Multi-head latent attention and mixture of experts, as in Kimi-K2.5's language model."""
-    config = AutoConfig.for_model(
-        "deepseek_v3", vocab_size=vocab, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
-        n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-        kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
-        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    config = dict(
+        vocab_size=vocab, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
+        qk_nope_head_dim=32, v_head_dim=32, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
         rope_scaling={
             "type": "yarn", "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024,
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
-    )
-    save(config, folder)
+    )  # fmt: skip
+    save(AutoConfig.for_model("deepseek_v3", **config | sizes), folder)
     path = folder / "config.json"  # SGLang reads fields that transformers does not write
     written = json.loads(path.read_text())
     written |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}

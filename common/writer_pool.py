@@ -1,0 +1,132 @@
+"""The scheduler's side of its writer processes: starts them, hands them what a forward pass has completed, and takes
+regions of the ring back.
+
+    pool = WriterPool(rank, number, on_death)   # once, while the model loads
+    pool.begin(settings, ring, on_failure)      # a session of the tap
+    pool.put(event, figures, samples, ...)      # after each forward pass that completes some
+    pool.end(session)                           # when all is written
+
+The scheduler's own thread only puts into a queue. A courier thread waits for the device and sends one message a writer
+and forward pass; a thread a writer takes its answers.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+
+import torch
+
+from common.ring import Ring
+from common.tap_link import writer_of
+
+
+class WriterPool:
+    """The `number` writer processes (common/tap_writer.py) of one rank, for the engine's whole life."""
+
+    def __init__(self, rank: int, number: int, on_death: Callable[[], None]):
+        """on_death() is called, from a thread, when a writer has died."""
+        self.on_death = on_death
+        self.pipes: list[Connection] = []
+        self.ended = threading.Semaphore(0)
+        self.passes: queue.Queue = queue.Queue()
+        self.lock = threading.Lock()  # of self.users
+        self.users: Counter[int] = Counter()  # start of a region -> samples in it that are not yet written
+        self.ring: Ring | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        for writer in range(number):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", "common.tap_writer", str(rank), str(writer), str(theirs.fileno())]
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+            theirs.close()  # the writer ends when ours is closed, as it is when this process dies
+            self.pipes.append(ours)
+            threading.Thread(target=self._receive, args=(ours,), daemon=True, name=f"writer-{writer}").start()
+        threading.Thread(target=self._carry, daemon=True, name="courier").start()
+
+    def begin(self, settings: dict, ring: Ring, on_failure: Callable[[], None]) -> None:
+        """on_failure() is called, from a thread, when a writer can write no more."""
+        self.ring, self.ranks, self.on_failure = ring, settings["ranks"], on_failure
+        self.users.clear()
+        self._send_all("begin", {**settings, "ring": ring.where})
+
+    def expect(self, region_start: int, users: int) -> None:
+        """This region goes back to the ring when so many samples in it are written."""
+        with self.lock:
+            self.users[region_start] = users
+
+    def put(self, event, figures: dict, samples: list[tuple], own: torch.Tensor, last: torch.Tensor,
+            rows: list[int]) -> None:  # fmt: skip
+        """Samples that a forward pass has completed, in host memory once `event` (None on the CPU) has happened.
+
+        samples: (index, start of its region, rows of that region, first row, tokens). own [B, 2 * CANDIDATES + 1]
+        float64 and last [B, H]: rows[i] of them belongs to samples[i].
+        """
+        self.passes.put((event, figures, samples, own, last, rows))
+
+    def end(self, session: str) -> None:
+        """Returns when the writers have written all that was put, and have told the committing process so."""
+        self.passes.put(session)
+        for _ in self.pipes:
+            self.ended.acquire()
+        self.ring = None
+
+    def _carry(self):
+        while True:
+            passed = self.passes.get()
+            if isinstance(passed, str):
+                self._send_all("end", {"session": passed})
+                continue
+            event, figures, samples, own, last, rows = passed
+            if event is not None:
+                event.synchronize()
+            own, last = own.numpy(), last.view(torch.uint8).numpy()
+            shares = defaultdict(list)
+            for sample, row in zip(samples, rows, strict=True):
+                shares[writer_of(sample[0], self.ranks, len(self.pipes))[1]].append((sample, row))
+            for writer, share in shares.items():
+                theirs = [row for _, row in share]
+                content = {
+                    "regions": sorted({(start, size) for (_, start, size, _, _), _ in share}),
+                    "samples": [(index, start, first, tokens) for (index, start, _, first, tokens), _ in share],
+                    "own": own[theirs].tolist(),
+                    "last": last[theirs].tobytes(),
+                    "figures": figures,
+                }
+                self._send(self.pipes[writer], "pass", content)
+
+    def _receive(self, pipe: Connection):
+        try:
+            while True:
+                kind, content = pipe.recv()
+                if kind == "release":
+                    self._release(*content)
+                elif kind == "failed":
+                    self.on_failure()
+                elif kind == "ended":
+                    self.ended.release()
+        except (EOFError, OSError):
+            self.on_death()
+            self.on_failure()
+            self.ended.release()  # nobody is to wait for it
+
+    def _release(self, start: int, count: int):
+        with self.lock:
+            self.users[start] -= count
+            last = self.users[start] == 0
+        if last and self.ring is not None:
+            self.ring.release(start)
+
+    def _send_all(self, kind: str, content: dict):
+        for pipe in self.pipes:
+            self._send(pipe, kind, content)
+
+    def _send(self, pipe: Connection, kind: str, content: dict):
+        try:
+            pipe.send((kind, content))
+        except OSError:
+            self.on_failure()
