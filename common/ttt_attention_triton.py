@@ -273,7 +273,7 @@ def _keys_range(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, rows_ptr, starts_ptr, range_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
     num_queries, num_keys, num_blocks, scale, scale_log2,
