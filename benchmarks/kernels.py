@@ -303,6 +303,8 @@ def main():
     parser.add_argument("--attention", action="store_true", help="the dense loads of the attention kernels only")
     parser.add_argument("--budget", type=int, default=40, help="seconds for each table")
     options = parser.parse_args()
+    if options.attention and DEVICE == "cpu":
+        parser.error("--attention times kernels on a GPU, and there is none")
     device = SimpleNamespace(name="no GPU") if not torch.cuda.is_available() else torch.cuda.get_device_properties(0)
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     if options.attention:

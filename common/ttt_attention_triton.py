@@ -147,7 +147,7 @@ def forward_kernel(
     acc, m, total = _forward_range(
         acc, m, total, q, k_base, v_base, row, start, b, high, num_keys, scale_log2, KV * D, D, BLOCK_K, True
     )
-    for s0 in range(0, num_own * PLACES, BLOCK_K):
+    for s0 in tl.range(0, num_own * PLACES, BLOCK_K, num_stages=1):
         own, own_offsets, real = _own_tile(s0, first, kv, num_queries, num_own, KV, POSITIONS, PLACES, D, BLOCK_K)
         k = tl.load(own_k_ptr + own_offsets, mask=real[:, None], other=0.0)
         v = tl.load(own_v_ptr + own_offsets, mask=real[:, None], other=0.0)
@@ -220,7 +220,7 @@ def queries_kernel(
     dq = _queries_range(
         dq, q, do, lse, delta, k_base, v_base, row, start, b, high, num_keys, scale_log2, KV * D, D, BLOCK_K, True
     )
-    for s0 in range(0, num_own * PLACES, BLOCK_K):
+    for s0 in tl.range(0, num_own * PLACES, BLOCK_K, num_stages=1):
         own, own_offsets, real = _own_tile(s0, first, kv, num_queries, num_own, KV, POSITIONS, PLACES, D, BLOCK_K)
         k = tl.load(own_k_ptr + own_offsets, mask=real[:, None], other=0.0)
         v = tl.load(own_v_ptr + own_offsets, mask=real[:, None], other=0.0)

@@ -126,6 +126,7 @@ for lengths, steps, heads, kv, d, supervised, budgets in [
     ((3, 200, 170), 1, 3, 3, 32, 1.0, {}),
     ((150, 9, 20, 140), 3, 8, 1, 16, 1.0, {}),  # documents end inside tiles; positions of eight rows
     ((150, 90), 3, 6, 2, 16, 1.0, dict(tokens=256, queries=251)),  # groups of three leave a row of a block over
+    ((3,) * 30, 1, 4, 1, 16, 1.0, dict(scale=30.0)),  # sums of exponentials so small that empty slots would overflow
     ((3, 40, 90), 2, 4, 2, 24, 0.5, {}),
     ((3, 40, 90), 2, 3, 3, 24, 0.5, dict(values=16, scale=0.3)),
     ((3, 40, 90), 1, 2, 2, 16, 0.5, dict(values=40)),
