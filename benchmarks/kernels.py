@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py                  # checks, then tables (about two minutes)
     python benchmarks/kernels.py --no-tune        # checks only; --no-checks: tables only; --quick: fewer checks
+    python benchmarks/kernels.py --attention      # block sizes of the attention kernels only, with their errors
 
 A failed check is printed as FAIL and makes the exit status 1; timing goes on. The fastest block sizes belong into
 `settings` of common/ttt_attention_triton.py, the chunk size into LOGITS_PER_CHUNK of common/losses.py.
@@ -11,6 +12,7 @@ import argparse
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +27,13 @@ from benchmarks.training import DECAY, DIMS, MLA, STEPS, make_batches, make_draf
 from common import losses, losses_triton, ttt_attention_triton  # noqa: E402
 from common.drafter import ttt_loss  # noqa: E402
 from common.train_step import GraphedStep, clipped_step, make_optimizer  # noqa: E402
+from common.ttt_attention import ttt_attention  # noqa: E402
 
 # (BLOCK_Q, BLOCK_K, warps, stages); all compile for sm_90 without spilling registers to speak of
 CANDIDATES = {
-    "keys": [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 64, 4, 2), (16, 64, 4, 3)],
-    "forward": [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)],
-    "queries": [(64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3)],
-    "own": [(16, 0, 4, 1), (32, 0, 8, 1), (8, 0, 2, 1)],
+    "forward": [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2)],
+    "queries": [(64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)],
+    "keys": [(64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3)],
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU only the plain paths are tried
 failed = []
@@ -164,39 +166,86 @@ def attention_inputs(d, load, own=6):
     return batch, tensors
 
 
+def small_case(d, own=3):
+    """Inputs of 1,024 tokens in documents of several sizes and 800 of their rows: (tensors, (rows, starts), dO)."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor((1, 2, 300, 7, 513, 40, 161))
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    rows = torch.randperm(1024, generator=generator)[:800].sort().values
+    shapes = [(800, d["heads"])] + [(1024, d["kv"])] * 2 + [(own, 800, d["kv"])] * 2 + [(800, d["heads"])]
+    made = [torch.randn(*s, d["head_dim"], generator=generator).to(DEVICE, torch.bfloat16) for s in shapes]
+    return made[:-1], (rows.to(DEVICE), first[rows].to(DEVICE)), made[-1]
+
+
+def attention_runs(d, tensors, where, grad):
+    """{kernel: function that runs it with given block sizes and returns its results}."""
+    kernels, scale = ttt_attention_triton, d["head_dim"] ** -0.5
+    defaults = kernels.settings(d["head_dim"])
+    out, lse = kernels.run_forward(defaults["forward"], *tensors, *where, scale)
+    stats = kernels.run_queries(defaults["queries"], *tensors, *where, scale, out, grad, lse)[3]
+    return {
+        "forward": lambda use: kernels.run_forward(use, *tensors, *where, scale)[:1],
+        "queries": lambda use: kernels.run_queries(use, *tensors, *where, scale, out, grad, lse)[:3],
+        "keys": lambda use: kernels.run_keys(use, *tensors[:3], *where, scale, grad, stats),
+    }
+
+
+def attention_reference(tensors, where, grad):
+    """{kernel: its results by the plain blocks in float32}."""
+    exact = [x.float().requires_grad_() for x in tensors]
+    out = ttt_attention(*exact, *where, fused=False)
+    dq, dk, dv, d_own_k, d_own_v = torch.autograd.grad(out, exact, grad.float())
+    return {"forward": (out,), "queries": (dq, d_own_k, d_own_v), "keys": (dk, dv)}
+
+
 def tune(name, load, budget_s):
-    """Median milliseconds of each kernel by block sizes, with 3 own keys; TFLOP/s of useful work."""
+    """Median milliseconds of each attention kernel by block sizes, with 3 own keys; TFLOP/s of useful work; errors.
+
+    An error is the worst distance to the float32 reference over the reference's largest value, on `small_case`.
+    """
     d = DIMS[name]
     batch, tensors = attention_inputs(d, load, own=3)
-    rows, starts = batch.query_rows, batch.query_starts
     flops = 4 * d["heads"] * d["head_dim"] * batch.num_pairs
-    defaults = ttt_attention_triton.settings(d["head_dim"])
-    scale = d["head_dim"] ** -0.5
-    out, lse = ttt_attention_triton._attention(*tensors, rows, starts, scale)
-    grad, backward = torch.randn_like(out), ttt_attention_triton._attention_backward
+    small = small_case(d)
+    small_runs, expected = attention_runs(d, *small), attention_reference(*small)
+    runs = attention_runs(d, tensors, (batch.query_rows, batch.query_starts), torch.randn_like(tensors[0]))
+    blocks = {
+        (kernel, candidate): dict(zip(("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages"), candidate, strict=True))
+        for kernel, candidates in CANDIDATES.items()
+        for candidate in candidates
+    }
+
+    def error(key):
+        found = zip(small_runs[key[0]](blocks[key]), expected[key[0]], strict=True)
+        return max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in found)
+
     started = time.perf_counter()
+    with ThreadPoolExecutor(8) as pool:  # they compile side by side
+        errors = {key: pool.submit(error, key) for key in blocks}
+    print(f"  {name}: {len(blocks)} kernels compiled and compared in {time.perf_counter() - started:.1f} s", flush=True)
+    defaults, best = ttt_attention_triton.settings(d["head_dim"]), {}
     for kernel, candidates in CANDIDATES.items():
-        found = []
-        for q, k, warps, stages in candidates:
+        work = flops * (1 if kernel == "forward" else 2) / 1e9
+        for candidate in candidates:
+            key = kernel, candidate
+            label = "{}x{} w{} s{}".format(*candidate) + (" (in use)" if blocks[key] == defaults[kernel] else "")
             if time.perf_counter() - started > budget_s:
-                print(f"  (time is up before {kernel} {q}x{k})")
+                print(f"  (time is up before {kernel} {label})")
                 break
-            blocks = dict(BLOCK_Q=q, num_warps=warps, num_stages=stages) | (dict(BLOCK_K=k) if k else {})
-            ttt_attention_triton.settings = lambda _d, kernel=kernel, blocks=blocks: defaults | {kernel: blocks}
-            if kernel == "forward":
-                run = lambda: ttt_attention_triton._attention(*tensors, rows, starts, scale)  # noqa: E731
-            else:
-                run = lambda: backward(grad, *tensors, rows, starts, scale, out, lse)  # noqa: E731
             try:
+                off = errors[key].result()
+                run = partial(runs[kernel], blocks[key])
                 ms = triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
             except Exception as problem:
-                print(f"  {kernel} {q}x{k} w{warps} s{stages}: {type(problem).__name__} {str(problem)[:120]}")
+                print(f"  {name} {load} {kernel} {label}: {type(problem).__name__} {str(problem)[:120]}")
                 continue
-            found.append((ms, f"{q}x{k} w{warps} s{stages}"))
-        work = flops * (1 if kernel == "forward" else 2) / 1e9
-        times = ", ".join(f"{label} {ms:.3f} ms ({work / ms:.0f})" for ms, label in sorted(found))
-        print(f"  {name} {load} {kernel}: {times}", flush=True)
-    ttt_attention_triton.settings = lambda _d: defaults
+            if not off < 2e-2:
+                failed.append(f"{name} {kernel} {label}")
+            print(f"  {name} {load} {kernel:7} {label:22} {ms:.3f} ms ({work / ms:.0f}), error {off:.1e}", flush=True)
+            best[kernel] = min(best.get(kernel, (ms, label)), (ms, label))
+    said = ", ".join(f"{kernel} {label} {ms:.3f} ms" for kernel, (ms, label) in best.items())
+    total = sum(ms for ms, _ in best.values())
+    print(f"  {name} {load}, fastest: {said}; {STEPS} steps of all: {STEPS * total:.1f} ms", flush=True)
 
 
 def tune_loss(name, budget_s):
@@ -251,13 +300,19 @@ def main():
     parser.add_argument("--no-tune", dest="tune", action="store_false")
     parser.add_argument("--no-checks", dest="checks", action="store_false")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--attention", action="store_true", help="the dense loads of the attention kernels only")
     parser.add_argument("--budget", type=int, default=40, help="seconds for each table")
     options = parser.parse_args()
+    if options.attention and DEVICE == "cpu":
+        parser.error("--attention times kernels on a GPU, and there is none")
     device = SimpleNamespace(name="no GPU") if not torch.cuda.is_available() else torch.cuda.get_device_properties(0)
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
-    if options.checks:
+    if options.attention:
+        for name in ("kimi", "smollm2"):
+            tune(name, "dense", options.budget)
+    elif options.checks:
         checks(options.quick)
-    if options.tune and DEVICE == "cuda":
+    if options.tune and not options.attention and DEVICE == "cuda":
         for name, load in (("kimi", "dense"), ("smollm2", "dense"), ("kimi", "chat")):
             tune(name, load, options.budget)
         for name in ("smollm2", "kimi"):

@@ -19,14 +19,13 @@ KERNELS = {
     "forward": attention.forward_kernel,
     "queries": attention.queries_kernel,
     "keys": attention.keys_kernel,
-    "own": attention.own_kernel,
 }
 
 
 def compile_for_hopper(kernel, constants, num_warps, num_stages):
     """As a launch with bf16 tensors and sizes divisible by 16 would compile it."""
     kinds = {name: "*i64" for name in ("rows_ptr", "starts_ptr", "range_ptr", "ids_ptr")}
-    kinds |= {name: "*fp32" for name in ("lse_ptr", "delta_ptr", "coefficients_ptr", "entropy_ptr")}
+    kinds |= {name: "*fp32" for name in ("lse_ptr", "stats_ptr", "coefficients_ptr", "entropy_ptr")}
     kinds |= {"hits_ptr": "*i8", "scale": "fp32", "scale_log2": "fp32"}
     signature, aligned = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -56,8 +55,8 @@ def test_attention_kernel(name, heads, kv, d, tmp_path):
     assert compiled.metadata.shared <= SHARED_MEMORY_OF_A_BLOCK
     code = assembly(compiled, tmp_path)
     spilled = code.count("LDL") + code.count("STL")
-    assert spilled <= 160, f"{spilled} accesses to spilled registers"
-    assert ("HGMMA" in code) == (name != "own")  # products on the matrix units; own keys are dot products of rows
+    assert spilled <= 100, f"{spilled} accesses to spilled registers"
+    assert "HGMMA" in code  # products on the matrix units
 
 
 def test_cross_entropy_kernel(tmp_path):

@@ -124,6 +124,9 @@ for lengths, steps, heads, kv, d, supervised, budgets in [
     (LENGTHS, 0, 4, 2, 16, 0.5, {}),
     (LENGTHS, 2, 4, 2, 16, 0.5, dict(tokens=333, queries=310)),
     ((3, 200, 170), 1, 3, 3, 32, 1.0, {}),
+    ((150, 9, 20, 140), 3, 8, 1, 16, 1.0, {}),  # documents end inside tiles; positions of eight rows
+    ((150, 90), 3, 6, 2, 16, 1.0, dict(tokens=256, queries=251)),  # groups of three leave a row of a block over
+    ((3,) * 30, 1, 4, 1, 16, 1.0, dict(scale=30.0)),  # sums of exponentials so small that empty slots would overflow
     ((3, 40, 90), 2, 4, 2, 24, 0.5, {}),
     ((3, 40, 90), 2, 3, 3, 24, 0.5, dict(values=16, scale=0.3)),
     ((3, 40, 90), 1, 2, 2, 16, 0.5, dict(values=40)),
@@ -141,6 +144,33 @@ def test_kernels_interpreted_equal_dense_mask():
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_query_ranges_by_brute_force(block):
+    """What each block of keys is told: who sees any of its keys, and who sees them all."""
+    pytest.importorskip("triton")
+    from common.ttt_attention_triton import _query_ranges
+
+    batch = packed((1, 70, 30, 7, 150), supervised=0.7, tokens=300, queries=280)
+    rows, starts, num_keys = batch.query_rows, batch.query_starts, batch.positions.shape[0]
+    order, *found = _query_ranges(rows, starts, num_keys, block).tolist()
+    assert sorted(order) == list(range(-(-num_keys // block)))
+    work = [last - first for first, last in zip(*found[:2], strict=True)]
+    assert work == sorted(work, reverse=True)
+    for number, first, last, a, b in zip(order, *found, strict=True):
+        keys = torch.arange(number * block, (number + 1) * block)
+        sees = (starts[:, None] <= keys) & (keys <= rows[:, None])
+        assert sees.any(1).nonzero().flatten().tolist() == list(range(first, last))
+        assert sees.all(1).nonzero().flatten().tolist() == list(range(a, b))
+
+
+def test_too_many_heads_for_a_block_are_refused():
+    pytest.importorskip("triton")
+    batch = packed((5, 9), supervised=1.0)
+    made, _ = inputs(batch, 0, heads=65, kv=1)
+    with pytest.raises(ValueError, match="65 query heads for a kv head"):
+        ttt_attention(*made, batch.query_rows, batch.query_starts, fused=True)
 
 
 MLA = dict(values=128, scale=0.1)
