@@ -388,7 +388,8 @@ def build_drafter(arguments: TrainArguments, target: TargetParts, points: Captur
         return drafter
     d2t, t2d = build_draft_vocab(frequencies, arguments.draft_vocab_size)
     if len(d2t) < arguments.draft_vocab_size:
-        note(f"draft vocabulary: only {len(d2t):,} tokens are supervised, fewer than {arguments.draft_vocab_size:,}")
+        distinct = int((frequencies > 0).sum())
+        note(f"draft vocabulary: only {distinct:,} tokens are supervised, fewer than {arguments.draft_vocab_size:,}")
     covered = frequencies[t2d].sum() / frequencies.sum()
     note(f"draft vocabulary: {len(d2t):,} of {len(t2d):,} tokens cover {covered:.2%} of the supervised tokens")
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",

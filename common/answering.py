@@ -15,11 +15,10 @@ from collections import Counter
 from pathlib import Path
 
 from common.conversations import Row
-from common.engine import gone_silent
+from common.engine import MOST_DECODING, gone_silent
 from common.errors import UserError
 from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
 
-CONVERSATIONS_IN_FLIGHT = 512  # the engine queues what does not fit its key/value cache
 SILENCE_SECONDS = 7200.0  # until the first of them is answered may take half an hour on a CPU
 SYNC_SECONDS = 1.0  # lines that come within this time share one fsync: it holds everything else up
 
@@ -36,7 +35,7 @@ async def answer(
     """
     remarks: Counter = Counter()
     synced = last_sign = time.monotonic()
-    room = asyncio.Semaphore(CONVERSATIONS_IN_FLIGHT)
+    room = asyncio.Semaphore(MOST_DECODING)
     with path.open("ab") as file:
 
         async def one(row: Row):

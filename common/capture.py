@@ -224,13 +224,13 @@ class Capture:
         kind, content = self.records[index]
         answer = self.answers.pop(index)
         if kind == "written":
-            own = content["own"]
-            content["agrees"] = "yes"
-            if own["tokens"][0] != answer:
-                gap = dict(zip(own["tokens"], own["below"], strict=True)).get(answer)
-                if gap is None or gap > own["rounding"]:
-                    return self.fail(CaptureFailed(own_token_message(index, own, answer)))
-                content["agrees"] = "tie" if gap == 0 else "near-tie"
+            tokens, below, rounding = own_numbers(content["own"])
+            content["own"] = {"token": int(tokens[0]), "gap": round(float(below[1]), 4), "agrees": "yes"}
+            if tokens[0] != answer:
+                gap = dict(zip(tokens, below, strict=True)).get(answer)
+                if gap is None or gap > rounding:
+                    return self.fail(CaptureFailed(own_token_message(index, content["own"], rounding, answer)))
+                content["own"]["agrees"] = "tie" if gap == 0 else "near-tie"
                 self.ties += gap == 0  # bf16 logits are often equal to the last bit; either token is the best one
                 self.near_ties += gap > 0
                 checked = self.committed + len(self.ready) + 1
@@ -272,8 +272,6 @@ class Capture:
                 del self.samples[index]
                 self.on_commit(None)
                 continue
-            own = content["own"]
-            own = {"token": own["tokens"][0], "gap": round(own["below"][1], 4), "agrees": content["agrees"]}
             committed.append(
                 Record(
                     index=index,
@@ -284,7 +282,7 @@ class Capture:
                     row_hash=sample.row_hash,
                     category=sample.category,
                     source=sample.source,
-                    own_token=own,
+                    own_token=content["own"],
                     time=time.time(),
                 )
             )
@@ -339,11 +337,18 @@ class Capture:
         }
 
 
-def own_token_message(index: int, own: dict, answer: int) -> str:
+def own_numbers(own: bytes) -> tuple[np.ndarray, np.ndarray, float]:
+    """Best tokens, how far each logit lies below the best one, what rounding explains; as tap.own_tokens made them."""
+    numbers = np.frombuffer(own)  # float64
+    half = len(numbers) // 2
+    return numbers[:half], numbers[half:-1], numbers[-1]
+
+
+def own_token_message(index: int, own: dict, rounding: float, answer: int) -> str:
     return (
-        f"sample {index}: the stored last state gives token {own['tokens'][0]} (logit gap {own['below'][1]:.3g}, "
-        f"rounding explains {own['rounding']:.1g}), but the engine answered {answer}; likely causes: rows of two "
-        f"samples swapped, the last state shifted by one layer, normed twice, or one rank's partial sum"
+        f"sample {index}: the stored last state gives token {own['token']} (logit gap {own['gap']:.3g}, rounding "
+        f"explains {rounding:.1g}), but the engine answered {answer}; likely causes: rows of two samples swapped, the "
+        f"last state shifted by one layer, normed twice, or one rank's partial sum"
     )
 
 

@@ -57,6 +57,7 @@ UNSAFE = {
 }
 SILENCE_SECONDS = 1800.0  # an answer and the disk take seconds to minutes; beyond this the engine hangs
 CPU_MAX_TOTAL_TOKENS = 32_768  # key/value cache on the CPU, in tokens
+MOST_DECODING = 512  # requests that decode at once, with CUDA graphs for all of them: without, a third of the speed
 LAYER_PREFIXES = ("model", "language_model.model", "model.language_model", "language_model")
 
 
@@ -112,6 +113,8 @@ class EngineSettings:
             "watchdog_timeout": 24 * 3600,  # a full ring makes a forward pass wait for the disk: that is not a hang
             "custom_sigquit_handler": report_dead_child,
         }
+        if self.decode_graphs:
+            arguments |= {"cuda_graph_max_bs_decode": MOST_DECODING, "max_running_requests": MOST_DECODING}
         if self.device == "cpu":
             arguments |= {
                 "attention_backend": "torch_native",

@@ -65,6 +65,7 @@ from common.shards import (
     read_info,
     read_log,
     record_of,
+    sample_name,
     sample_path,
 )
 
@@ -270,10 +271,14 @@ class RunDirectory:
         blocks not yet appended are uncommitted, and redone by a resume."""
         by_block = defaultdict(list)
         for record in records:
-            path = sample_path(self.out, record.index, self.layout, self.rows_per_block)
-            by_block[self._manifest(record.index)].append(replace(record, path=path, time=round(time.time(), 3)))
-        for manifest, group in by_block.items():
-            append_lines(manifest, [entry_of(record) for record in group], group[0].path.parent)
+            by_block[record.index // self.rows_per_block].append(record)
+        for group in by_block.values():
+            manifest, now = self._manifest(group[0].index), round(time.time(), 3)
+            first = sample_path(self.out, group[0].index, self.layout, self.rows_per_block)
+            names = [sample_name(record.index, self.layout) for record in group]
+            paths = [first.parent / name for name in names]
+            group = [replace(record, path=path, time=now) for record, path in zip(group, paths, strict=True)]
+            append_lines(manifest, [entry_of(record) for record in group], first.parent)
             for record in group:
                 self.committed[record.index] = record
                 self.set_aside.pop(record.index, None)

@@ -86,9 +86,12 @@ def last_state_rows(loss_mask: "torch.Tensor") -> "torch.Tensor":
 
 def sample_path(out: Path, index: int, layout: str, rows_per_block: int) -> Path:
     """Where the sample of source row `index` lies."""
-    if layout == "arrow":
-        return out / "hidden_states" / f"hs_{index}.safetensors"
-    return block_directory(out, index, rows_per_block) / f"data_{index}.pt"
+    folder = out / "hidden_states" if layout == "arrow" else block_directory(out, index, rows_per_block)
+    return folder / sample_name(index, layout)
+
+
+def sample_name(index: int, layout: str) -> str:
+    return f"hs_{index}.safetensors" if layout == "arrow" else f"data_{index}.pt"
 
 
 def block_directory(out: Path, index: int, rows_per_block: int) -> Path:

@@ -22,6 +22,9 @@ from multiprocessing.connection import Client, Listener
 ENVIRONMENT = "CAPTURE_LINE"  # "address|key|writers a rank", inherited by the scheduler processes and their writers
 
 
+RUN = 16  # samples of a rank that go to the same writer
+
+
 class Links:
     """Connections to all ranks of one engine and to the writers of each. `on_message(rank, kind, content)` is called
     from threads; a broken connection arrives as kind "lost"."""
@@ -111,8 +114,9 @@ def writers_a_rank() -> int:
 
 
 def writer_of(index: int, ranks: int, writers: int) -> tuple[int, int]:
-    """(rank, writer): who writes sample `index`. Hidden states are complete on every rank, so this shares them out."""
-    return index % ranks, index // ranks % writers
+    """(rank, writer): who writes sample `index`. Hidden states are complete on every rank, so this shares them out; a
+    writer takes a run of samples, so that what one forward pass completes concerns few of them."""
+    return index % ranks, index // ranks // RUN % writers
 
 
 def shut(connection) -> None:

@@ -73,7 +73,7 @@ class Finished:
     region: Region
     first: int  # row of the region
     tokens: int
-    own: list[float]  # 2 * CANDIDATES + 1 numbers, from tap.own_tokens
+    own: bytes  # 2 * CANDIDATES + 1 float64, from tap.own_tokens
     last: torch.Tensor  # [H], the last state that these were computed from
 
 
@@ -107,7 +107,7 @@ class Session:
         """The samples that one forward pass has completed.
 
         passed: regions [(start, rows)]; samples [(index, start of its region, first row, tokens)]; own float64
-        [B, 2 * CANDIDATES + 1] and last [B, H] as bytes, one row a sample; figures.
+        [B, 2 * CANDIDATES + 1] and last [B, H], both as bytes, a row a sample; figures.
         """
         self.figures = passed["figures"]
         regions = {}
@@ -116,8 +116,10 @@ class Session:
             samples = sum(sample[1] == start for sample in passed["samples"])
             regions[start] = Region(start, *carve(self.memory[start : start + nbytes]), samples)
         last = torch.frombuffer(bytearray(passed["last"]), dtype=self.dtypes[-1]).view(-1, self.hidden)
-        for (index, start, first, tokens), own, state in zip(passed["samples"], passed["own"], last, strict=True):
-            self.jobs.put(Finished(index, regions[start], first, tokens, own, state))
+        size = 8 * (2 * CANDIDATES + 1)
+        for row, (index, start, first, tokens) in enumerate(passed["samples"]):
+            own = passed["own"][row * size : (row + 1) * size]
+            self.jobs.put(Finished(index, regions[start], first, tokens, own, last[row]))
 
     def write(self):
         while (job := self.jobs.get()) is not None:
@@ -154,10 +156,7 @@ class Session:
             settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"],
             settings["rows_per_block"], scales, settings["last_state"],
         )  # fmt: skip
-        *numbers, rounding = job.own
-        tokens, below = [int(token) for token in numbers[:CANDIDATES]], numbers[CANDIDATES:]
-        own = {"tokens": tokens, "below": below, "rounding": rounding}
-        self.written({"index": job.index, "bytes": written.bytes, "xxh3": written.xxh3, "own": own})
+        self.written({"index": job.index, "bytes": written.bytes, "xxh3": written.xxh3, "own": job.own})
 
     def written(self, record: dict):
         """Tell the committing process, of several samples at once while more are waiting to be written."""

@@ -19,19 +19,24 @@ LOG2E = 1.4426950408889634
 
 
 def settings(head_dim: int) -> dict:
-    """Block sizes, warps and stages of each kernel by head size: those of several that fit into registers and shared
-    memory of a Hopper, two programs a multiprocessor up to 128. benchmarks/kernels.py times them and others."""
+    """Block sizes, warps and stages of each kernel by head size: those that fit into registers and shared memory of a
+    Hopper, at 65 to 128 the fastest of those timed on an H200 (benchmarks/LOG.md, benchmarks/kernels.py)."""
     if head_dim > 128:
         return {
             "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=8, num_stages=2),
             "queries": dict(BLOCK_Q=64, BLOCK_K=32, num_warps=8, num_stages=2),
             "keys": dict(BLOCK_Q=32, BLOCK_K=64, num_warps=8, num_stages=2),
         }
-    stages = 3 if head_dim <= 64 else 2
+    if head_dim > 64:
+        return {
+            "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
+            "queries": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=2),
+            "keys": dict(BLOCK_Q=64, BLOCK_K=128, num_warps=8, num_stages=3),
+        }
     return {
         "forward": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
-        "queries": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=stages),
-        "keys": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=stages),
+        "queries": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
+        "keys": dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3),
     }
 
 

@@ -93,7 +93,7 @@ class WriterPool:
                 content = {
                     "regions": sorted({(start, size) for (_, start, size, _, _), _ in share}),
                     "samples": [(index, start, first, tokens) for (index, start, _, first, tokens), _ in share],
-                    "own": own[theirs].tolist(),
+                    "own": own[theirs].tobytes(),
                     "last": last[theirs].tobytes(),
                     "figures": figures,
                 }

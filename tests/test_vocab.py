@@ -21,6 +21,14 @@ def test_most_frequent_supervised_tokens_ties_by_id():
     assert draft_ids(d2t, 12).tolist() == [-1, -1, -1, -1, 0, -1, -1, -1, -1, 1, -1, -1]
 
 
+def test_capped_at_whole_tiles_of_many_distinct_tokens():
+    counts = torch.zeros(5000, dtype=torch.int64)
+    counts[100:1300] = torch.arange(1200, 0, -1)
+    for size, number in ((32000 % 5000, 1152), (1200, 1200), (1201, 1152), (1100, 1100)):
+        d2t, t2d = build_draft_vocab(counts, size)
+        assert torch.equal(target_ids(d2t), torch.arange(100, 100 + number)) and int(t2d.sum()) == number
+
+
 def test_capped_at_distinct_supervised_tokens():
     counts = torch.tensor([0, 3, 0, 1, 1])
     d2t, t2d = build_draft_vocab(counts, 4)
