@@ -36,7 +36,9 @@ def start(folder: Path, points: CapturePoints, log: Path, tp: int = 1, chunk_tok
     """A real engine in float32 on the CPU, with tests/faults.py in its schedulers."""
     real, tap.run_scheduler = tap.run_scheduler, faults.run_scheduler
     try:
-        settings = EngineSettings(str(folder), points, device="cpu", dtype="float32", tp=tp, chunk_tokens=chunk_tokens)
+        settings = EngineSettings(
+            str(folder), points, device="cpu", dtype="float32", tp=tp, chunk_tokens=chunk_tokens, writers=2
+        )
         return start_engine(settings, log)
     finally:
         tap.run_scheduler = real

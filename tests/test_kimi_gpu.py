@@ -113,13 +113,19 @@ def write_prompts(path: Path, count: int = 24) -> Path:
     return path
 
 
-def learn_by_heart(target: Path, prompts: Path, folder: Path, *engine, steps: int = 300, device: str = "cuda") -> Path:
-    """A drafter trained on what the target answers to these prompts, by extract.py and train_drafter.py."""
+def answered_states(target: Path, prompts: Path, folder: Path, *engine) -> Path:
+    """States of what the target answers to these prompts, by extract.py."""
     run("extract.py", "--model", target, "--data", prompts, "--output", folder / "states", "--regenerate",
         "--max-new-tokens", TOKENS_A_REPLY, "--trust-remote-code", *engine)  # fmt: skip
-    run("train_drafter.py", "--data", folder / "states", "--output", folder / "drafter", "--device", device,
+    return folder / "states"
+
+
+def learn_by_heart(states: Path, folder: Path, *more, steps: int = 300, device: str = "cuda") -> Path:
+    """A drafter trained on all of them, by train_drafter.py."""
+    run("train_drafter.py", "--data", states, "--output", folder / "drafter", "--device", device,
         "--intermediate-size", 256, "--draft-vocab-size", 512, "--ttt-steps", 4, "--tokens-per-step", 1024,
-        "--learning-rate", 2e-3, "--eval-fraction", 0, "--max-steps", steps, "--tensorboard", "False")  # fmt: skip
+        "--learning-rate", 2e-3, "--eval-fraction", 0, "--max-steps", steps, "--tensorboard", "False",
+        *more)  # fmt: skip
     return folder / "drafter"
 
 
@@ -131,6 +137,11 @@ def target(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
     return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def states(target, prompts, tmp_path_factory) -> Path:
+    return answered_states(target, prompts, tmp_path_factory.mktemp("answered"), "--engine-args", json.dumps(ENGINE))
 
 
 def evaluate(target, prompts, output: Path, *drafters, expect: int = 0, graphs: bool = False) -> tuple[dict, str]:
@@ -152,13 +163,16 @@ def test_a_random_drafter_runs_in_the_engine_and_agrees_offline(target, prompts,
     assert report["parity"]["agrees"] and abs(parity["gap"]) <= 0.03
 
 
-def test_a_drafter_that_knows_the_replies_is_accepted_as_often_as_offline(target, prompts, tmp_path):
+@pytest.mark.parametrize("drafter_type", ["llama", "mla"])
+def test_a_drafter_that_knows_the_replies_is_accepted_as_often_as_offline(
+    target, prompts, states, tmp_path, drafter_type
+):
     """With CUDA graphs, as served. Four engines.
 
     61 random layers turn rounding into other words, so what the engine says here is not quite what it said when it was
     captured, and much of the drafter's knowledge is of the ten words alone.
     """
-    drafter = learn_by_heart(target, prompts, tmp_path, "--engine-args", json.dumps(ENGINE))
+    drafter = learn_by_heart(states, tmp_path, "--drafter-type", drafter_type)
     report, told = evaluate(target, prompts, tmp_path / "report", drafter, graphs=True)
     (run_,) = report["engine"]
     assert run_["layers_to_capture"] == [3, 31, 59]
