@@ -29,8 +29,9 @@ from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig, ttt_loss
 from common.drafter_config import MLA_SIZES, require_type
 from common.errors import EXIT_INTERRUPTED, UserError, run
-from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators, load_drafter, serving_ids_for
+from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators, serving_ids_for
 from common.feed import Feed, Mover, SetAside
+from common.load_drafter import load_drafter
 from common.losses import Teacher
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
 from common.plots import draw_curves

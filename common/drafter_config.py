@@ -1,7 +1,8 @@
 """Sizes of a drafter: the names of the config.json that SGLang reads, derived from the target where nothing is given.
 
 common/drafter.py builds a `Drafter` from a `DrafterConfig` and passes it on to everybody who imports it from there;
-common/export.py writes and reads it. The type of the drafter is told by its sizes: "mla" has those of latent attention.
+common/export.py writes it, common/load_drafter.py reads it. The type of the drafter is told by its sizes: "mla" has
+those of latent attention.
 """
 
 from dataclasses import asdict, dataclass

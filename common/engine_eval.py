@@ -252,7 +252,7 @@ def in_engine(arguments, settings: list[Setting]) -> tuple[dict, int]:
     """All engine runs of eval_acceptance.py: ({"engine": [...], "parity": ...}, exit status)."""
     from common.conversations import load_rows
     from common.engine import available_device
-    from common.export import load_drafter
+    from common.load_drafter import load_drafter
     from common.progress import Progress
     from common.target import load_config
     from common.tokenizing import load_tokenizer

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import draft
 from common.errors import UserError
-from common.export import export_sglang, export_speculators, load_drafter, serving_ids_for
+from common.export import export_sglang, export_speculators, serving_ids_for
+from common.load_drafter import load_drafter
 from common.packing import pack_documents
 from common.shards import Sample
 from common.target import load_target_parts

@@ -20,7 +20,7 @@ import training_fixtures
 from common.capture_points import CapturePoints
 from common.engine import stop_engine
 from common.errors import UserError
-from common.export import load_drafter
+from common.load_drafter import load_drafter
 from common.shards import ShardReader
 from common.target import load_target_parts
 from common.tokenizing import load_tokenizer

@@ -182,7 +182,7 @@ def test_rows_that_were_not_kept_are_known(samples, tmp_path):
 
 def test_training_and_evaluation_are_the_same_to_the_bit(tmp_path, samples):
     """Losses and held-out figures of train_drafter.py, and offline evaluation, on all last states and on those kept."""
-    from common.export import load_drafter
+    from common.load_drafter import load_drafter
     from common.target import load_target_parts
 
     target = small.write_target(tmp_path / "target")

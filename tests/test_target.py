@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.errors import UserError
-from common.export import load_drafter
+from common.load_drafter import load_drafter
 from common.losses import rms_norm
 from common.target import load_config, load_target_parts
 

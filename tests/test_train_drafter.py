@@ -18,7 +18,7 @@ from common import checkpoints
 from common.batches import Schedule, scan, split
 from common.drafter_config import DrafterConfig
 from common.errors import UserError
-from common.export import load_drafter
+from common.load_drafter import load_drafter
 from common.offline_eval import Setting, evaluate, evaluation_target
 from common.shards import ShardReader
 from common.target import load_target_parts

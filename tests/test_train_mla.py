@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from common import checkpoints
 from common.errors import UserError
-from common.export import load_drafter
+from common.load_drafter import load_drafter
 from common.training_log import read_metrics
 from tests.test_eval_acceptance import evaluate
 from tests.test_train_drafter import killed, launch, losses
