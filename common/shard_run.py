@@ -85,6 +85,7 @@ class Found:
     half_lines: int = 0  # log lines cut in half at the tail, cut off
     broken_lines: int = 0  # log lines that fail their own checksum, dropped
     damaged: list[str] = field(default_factory=list)  # committed files missing or of another size: "name: problem"
+    beyond: int = 0  # committed samples of rows that the data does not have, or no longer
 
     def lines(self) -> list[str]:
         """One line a kind, for the person; empty when the directory was clean."""
@@ -94,6 +95,7 @@ class Found:
             (self.half_lines, "log line(s) cut in half removed; their rows are redone"),
             (self.broken_lines, "damaged log line(s) dropped; their rows are redone"),
             (len(self.damaged), "committed sample(s) redone because of their file: " + "; ".join(self.damaged[:8])),
+            (self.beyond, "committed sample(s) of rows that the data has no longer: they stay, and are trained on"),
         ]
         return [f"{count} {text}" for count, text in kinds if count]
 
@@ -121,6 +123,7 @@ class RunDirectory:
             self._open_info(json.loads(json.dumps(identity)), layout, rows_per_block)
             self.layout, self.rows_per_block = self.info["layout"], self.info["rows_per_block"]
             self.read_logs(mend=leader)
+            self.found.beyond = sum(index >= rows for index in self.committed)
             if leader:
                 self._clean()
                 os.close(self._locks.pop())  # the writers of this run may join now

@@ -20,6 +20,7 @@ from common.losses import rms_norm
 EMBEDDING_KEYS = ("model.embed_tokens.weight", "embed_tokens.weight")
 HEAD_KEYS = ("lm_head.weight",)
 NORM_KEYS = ("model.norm.weight", "norm.weight")
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")  # of config.json: everything relies on them
 PREFIXES = ("", "language_model.", "model.language_model.", "model.", "llm.")
 # Config fields that mean logits are not lm_head(norm(x)), and the value that says they are off.
 NOT_PLAIN = {
@@ -121,6 +122,10 @@ def load_config(model_path: str | Path) -> dict:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    text = text_config(config)
+    for name in SIZES if isinstance(text, dict) else ():
+        if type(text.get(name, 1)) is not int or text.get(name, 1) < 1:
+            raise UserError(f"{path}: {name} is {text[name]!r}, expected a whole number above 0")
     return config
 
 

@@ -417,6 +417,14 @@ def test_another_identity_is_refused_by_field(copied, change, line):
     RunDirectory(copied, IDENTITY, rows=ROWS).close()  # the lock is free again and the old identity fits
 
 
+def test_fewer_rows_than_before_are_said(copied):
+    RunDirectory(copied, IDENTITY, rows=ROWS).close()
+    with RunDirectory(copied, IDENTITY, rows=20) as run:
+        beyond = [index for index in run.committed if index >= 20]
+        (line,) = run.found.lines()
+        assert beyond and f"{len(beyond)} committed sample(s) of rows that the data has no longer" in line
+
+
 def test_layout_and_block_size_are_fixed_at_creation(copied, tmp_path):
     with pytest.raises(UserError, match="layout was 'v1', is now 'arrow'"):
         RunDirectory(copied, IDENTITY, rows=ROWS, layout="arrow")

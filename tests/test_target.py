@@ -138,3 +138,10 @@ def test_a_config_that_is_no_object_is_one_line(tmp_path, content, complaint):
         load_config(tmp_path)
     with pytest.raises(UserError, match=f"config.json: .*{complaint}"):
         load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["576", 0, -1, 12.5, None, [576], True])
+def test_a_size_that_is_no_number_is_one_line(tmp_path, value):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10, "hidden_size": value}}))
+    with pytest.raises(UserError, match="hidden_size is .*, expected a whole number above 0"):
+        load_config(tmp_path)
