@@ -193,7 +193,7 @@ class Tap:
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.ring = Ring(settings["ring_bytes"], pin=self.on_gpu)
         self.partial: dict[int, Region] = {}  # samples of which some rows are in the ring
-        self.in_flight: list[tuple] = []  # (event, device tensors that a copy still reads)
+        self.in_flight: list[tuple] = []  # (event, copies): device tensors must outlive the copies that read them
         self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
         self.proof = FirstBatchProof(model, settings["points"], self.names, self.ranks, sum_over_ranks)
         self.writers.begin(settings, self.ring, self.stop)
@@ -236,7 +236,7 @@ class Tap:
         self.ending = [piece for piece in pieces if piece.completes()]
         self.last_positions = [piece.batch_start + piece.rows - 1 for piece in self.ending]
         self.batch = [piece for piece in pieces if piece.index % self.ranks == self.rank]
-        self.sources, self.runs = [], []
+        self.copies, self.runs = [], []  # (device tensor, host tensor); rows of this pass, their region and its row
 
         whole = [piece for piece in self.batch if piece.rows == piece.tokens]
         if whole:
@@ -281,15 +281,26 @@ class Tap:
             self.copy(largest, region.largest[slot], region_start)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, first: int):
-        """Copy rows to the ring: on the side stream where there is a device, at once on the CPU."""
+        """Have rows copied to host memory: at once on the CPU, by `start_copies` where there is a device."""
         target = target[first : first + len(source)]
-        if not self.on_gpu:
+        if self.on_gpu:
+            self.copies.append((source, target))
+        else:
             target.copy_(source)
-            return
+
+    def start_copies(self) -> "torch.cuda.Event | None":
+        """Start all copies of this forward pass on the side stream; the event of their end, None on the CPU."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()
         self.copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copy_stream):
-            target.copy_(source, non_blocking=True)
-        self.sources.append(source)  # must outlive the copy
+            for source, target in self.copies:
+                target.copy_(source, non_blocking=True)
+            event.record()
+        self.in_flight = [item for item in self.in_flight if not item[0].query()]
+        self.in_flight.append((event, self.copies))
+        return event
 
     @staticmethod
     def gather(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
@@ -297,12 +308,12 @@ class Tap:
         parts = [tensor[start : start + count] for start, count in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    @staticmethod
-    def rows_that_end_samples(hidden, residual, positions: list[int]) -> torch.Tensor | None:
+    def rows_that_end_samples(self, hidden, residual, positions: list[int]) -> torch.Tensor | None:
         """The last state of each sample that ends in this batch, [B, H], as it is stored."""
         if not positions:
             return None
-        where = torch.tensor(positions, device=hidden.device)
+        # From page-locked memory, or the copy would wait for all that the device still has to compute.
+        where = torch.tensor(positions, pin_memory=self.on_gpu).to(hidden.device, non_blocking=True)
         return hidden[where] if residual is None else hidden[where] + residual[where]
 
     def forward_done(self, logits_processor, args):
@@ -326,12 +337,7 @@ class Tap:
                 self.copy(own, host_own, 0)
                 self.copy(self.last_rows.to(self.dtypes[-1]), host_last, 0)
             self.check_seconds += time.monotonic() - began
-            event = None
-            if self.on_gpu:
-                event = torch.cuda.Event()
-                event.record(self.copy_stream)
-                self.in_flight = [item for item in self.in_flight if not item[0].query()]
-                self.in_flight.append((event, self.sources))
+            event = self.start_copies()
             mine = [number for number, piece in enumerate(self.ending) if piece.index % self.ranks == self.rank]
             if mine:
                 pieces = [self.ending[number] for number in mine]

@@ -67,9 +67,9 @@ def capture(engine, out: Path, samples, points, *, dtype="float32", layout="v1",
 
 
 @contextlib.contextmanager
-def writers_stopped(engine, out: Path):
-    """The writer processes of `engine` stand still from the first file in `out` on, as with a disk that hangs, until
-    the function that this gives is called, or the block is left."""
+def writers_stopped(engine, out: Path, seconds: float = 600.0):
+    """The writer processes of `engine` stand still from the first file in `out` on, as with a disk that hangs, for so
+    long, or until the block is left."""
     descendants = psutil.Process().children(recursive=True)
     writers = [process for process in descendants if "common.tap_writer" in process.cmdline()]
     assert len(writers) == engine.links.processes - engine.links.ranks > 0
@@ -80,19 +80,17 @@ def writers_stopped(engine, out: Path):
             pass
         for writer in writers:
             writer.suspend()
-
-    def resume():
-        over.set()
-        thread.join()
+        over.wait(seconds)
         for writer in writers:
             writer.resume()
 
     thread = threading.Thread(target=stop_them)
     thread.start()
     try:
-        yield resume
+        yield
     finally:
-        resume()
+        over.set()
+        thread.join()
 
 
 class Reference:
