@@ -30,7 +30,7 @@ from common.shard_writing import write_atomically
 WINDOW = 512  # documents that a batch may choose from
 PAIRS = 100  # of these, how many are tried two at a time to fill the last gap
 SLACK = 1.02  # room for query rows and predicted tokens beyond their average share of the tokens
-SCAN_CHUNK = 512  # samples whose tokens are held and counted together
+SCAN_CHUNK = 64  # samples that a thread reads and counts together
 
 
 @dataclass(frozen=True)
@@ -87,26 +87,26 @@ def scan(reader, records, num_steps: int, max_tokens: int, vocab_size: int, work
     the vocabulary, naming the file.
     """
 
-    def measure(record):
-        ids, mask = (tensor[:max_tokens] for tensor in reader.tokens(record))
-        chosen = ids[mask != 0]
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-            raise UserError(
-                f"{record.path}: token ids run from {int(ids.min())} to {int(ids.max())}, but the target's vocabulary "
-                f"has {vocab_size}; were these states made by another model?"
-            )
-        return (len(ids), *count_positions(mask, num_steps)), chosen
+    def measure(chunk):
+        sizes, chosen = [], []
+        for record in chunk:
+            ids, mask = (tensor[:max_tokens] for tensor in reader.tokens(record))
+            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+                raise UserError(
+                    f"{record.path}: token ids run from {int(ids.min())} to {int(ids.max())}, but the target's "
+                    f"vocabulary has {vocab_size}; were these states made by another model?"
+                )
+            sizes.append((len(ids), *count_positions(mask, num_steps)))
+            chosen.append(ids[mask != 0].numpy())
+        return sizes, np.bincount(np.concatenate(chosen), minlength=vocab_size)
 
-    sizes = np.empty((len(records), 3), dtype=np.int64)
-    frequencies = torch.zeros(vocab_size, dtype=torch.int64)
+    sizes, frequencies = [], np.zeros(vocab_size, dtype=np.int64)
+    chunks = [records[first : first + SCAN_CHUNK] for first in range(0, len(records), SCAN_CHUNK)]
     with ThreadPoolExecutor(workers) as pool:
-        for first in range(0, len(records), SCAN_CHUNK):
-            chunk = records[first : first + SCAN_CHUNK]
-            measured = list(pool.map(measure, chunk))
-            sizes[first : first + len(chunk)] = [size for size, _ in measured]
-            supervised = torch.cat([chosen for _, chosen in measured])
-            frequencies += torch.bincount(supervised, minlength=vocab_size)
-    return sizes, frequencies
+        for some, counted in pool.map(measure, chunks):
+            sizes += some
+            frequencies += counted
+    return np.array(sizes, dtype=np.int64).reshape(-1, 3), torch.from_numpy(frequencies)
 
 
 def scan_once(path: Path, reader, records, num_steps: int, max_tokens: int, vocab_size: int, workers: int = 4):

@@ -1,13 +1,15 @@
 """Reads the documents that the schedule names, ahead of the training step, so that the step never waits.
 
-train_drafter.py makes one `Feed` a rank. Threads open the memory-mapped samples of the rank's next batches, check each
-sample the first time it is read (checksum, NaN and Inf), and pack it into one of a few page-locked buffers, which are
-used again and again. A step is handed over when all of its batches are there, because the loss is an average over the
-whole step and its counts must be known before the first backward pass. A sample that fails its check is set aside: it
-is named, it is counted, and its place in the batch stays empty.
+train_drafter.py makes one `Feed` a rank. Threads read the samples of the rank's next batches, check each sample the
+first time it is read (checksum, NaN and Inf), and pack it into one of a few page-locked buffers, which are used again
+and again. They work side by side, so each computes alone: teams of threads for single operations would fight over the
+cores. A step is handed over when all of its batches are there, because the loss is an average over the whole step and
+its counts must be known before the first backward pass. A sample that fails its check is set aside: it is named, it is
+counted, and its place in the batch stays empty.
 """
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,10 +19,12 @@ from pathlib import Path
 
 import torch
 
-from common.batches import Schedule
+from common.batches import Schedule, round_up
 from common.errors import UserError
 from common.packing import PackedBatch, pack_documents
 from common.shards import Sample, ShardReader
+
+SCRATCH = 256 << 20  # bytes of files that a thread reads at once into memory of its own; more are memory-mapped
 
 
 @dataclass
@@ -65,7 +69,8 @@ class Feed:
         self.reader, self.schedule, self.num_steps, self.check = reader, schedule, num_steps, check
         self.pinned = pinned
         self._checked: set[str] = set()
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="feed")
+        self._pool = ThreadPoolExecutor(workers, "feed", compute_alone, (torch.get_num_threads(),))
+        self._own = threading.local()  # scratch: uint8, where a thread reads the files of a batch
         self._coming = self._walk(start, rank, ranks)
         self._running: deque[tuple[int, int, int, Future]] = deque()
         per_step = schedule.batches_per_step // ranks
@@ -127,8 +132,8 @@ class Feed:
         if copied is not None:
             copied.synchronize()
         documents, set_aside = [], []
-        for record in records:
-            sample, problem = self._read(record)
+        for record, room in zip(records, self._rooms(records), strict=True):
+            sample, problem = self._read(record, room)
             if problem:
                 set_aside.append({"index": record.index, "path": str(record.path), "reason": problem})
             else:
@@ -142,10 +147,20 @@ class Feed:
             batch.num_documents = batch.num_tokens = batch.num_pairs = 0
         return Loaded(batch, [sample.record.index for sample in documents], set_aside)
 
-    def _read(self, record) -> tuple[Sample | None, str | None]:
+    def _rooms(self, records: list) -> list[torch.Tensor | None]:
+        """Memory of this thread to read each file into, or None where that is much; the thread's next batch uses it
+        again, because memory that is always fresh costs as much time as the reading."""
+        sizes = [round_up(record.bytes, 64) for record in records]
+        if sum(sizes) > SCRATCH:
+            return [None] * len(records)
+        if getattr(self._own, "scratch", None) is None or len(self._own.scratch) < sum(sizes):
+            self._own.scratch = torch.empty(sum(sizes), dtype=torch.uint8)
+        return list(self._own.scratch[: sum(sizes)].split(sizes))
+
+    def _read(self, record, room: torch.Tensor | None) -> tuple[Sample | None, str | None]:
         """The sample, cut to the length that fits a batch, or what is wrong with it."""
         first_time = self.check and record.path not in self._checked
-        sample, problem = read_sample(self.reader, record, first_time)
+        sample, problem = read_sample(self.reader, record, first_time, room)
         if problem:
             return None, problem
         self._checked.add(record.path)
@@ -155,10 +170,27 @@ class Feed:
         return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record, rows), None
 
 
-def read_sample(reader: ShardReader, record, check: bool) -> tuple[Sample | None, str | None]:
-    """(sample, None), or (None, what is wrong with it): unreadable, or with `check` also its checksum, NaN and Inf."""
+def compute_alone(threads: int) -> None:
+    """This thread runs each torch operation by itself, threads that begin later with teams of `threads` as before.
+
+    PyTorch keeps the number a thread has set also for threads that have not computed yet, hence the third thread.
+    """
+    torch.get_num_threads()  # the first call takes the number of the process and would do so later
+    torch.set_num_threads(1)
+    restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    restoring.start()
+    restoring.join()
+
+
+def read_sample(
+    reader: ShardReader, record, check: bool, buffer: torch.Tensor | None = None
+) -> tuple[Sample | None, str | None]:
+    """(sample, None), or (None, what is wrong with it): unreadable, or with `check` also its checksum, NaN and Inf.
+
+    buffer: as in `ShardReader.load`.
+    """
     try:
-        sample = reader.load(record, verify=check)
+        sample = reader.load(record, verify=check, buffer=buffer)
     except UserError as error:
         return None, str(error)
     problem = not_finite(sample.states) if check else None

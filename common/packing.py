@@ -94,13 +94,16 @@ def query_positions(loss_mask: torch.Tensor, num_steps: int) -> torch.Tensor:
 
     loss_mask: [L] integer or bool. 0 <= t <= L-3; empty for documents of fewer than three tokens.
     """
-    length = loss_mask.shape[0]
-    if length < 3:
-        return torch.empty(0, dtype=torch.int64)
-    before = torch.zeros(length + 1, dtype=torch.int64)  # before[i] = supervised tokens among x[0..i)
-    torch.cumsum(loss_mask != 0, 0, out=before[1:])
-    t = torch.arange(length - 2)
-    return t[before[(t + 2 + num_steps).clamp(max=length)] > before[t + 2]]
+    return torch.nonzero(needs_query(loss_mask != 0, loss_mask.shape[0], num_steps)).flatten()
+
+
+def needs_query(supervised: torch.Tensor, ends: torch.Tensor | int, num_steps: int) -> torch.Tensor:
+    """bool [T]: `query_positions` of documents end to end. supervised: bool [T]; ends: the row after the document of
+    each token, int64 [T]."""
+    before = torch.zeros(supervised.shape[0] + 1, dtype=torch.int64)  # before[i] = supervised tokens in rows [0, i)
+    torch.cumsum(supervised, 0, out=before[1:])
+    first = torch.arange(2, supervised.shape[0] + 2)  # the row that step 0 predicts; the last step's is K-1 further
+    return before[(first + num_steps).clamp(max=ends)] > before[first.clamp(max=ends)]
 
 
 def count_positions(loss_mask: torch.Tensor, num_steps: int) -> tuple[int, int]:
@@ -127,67 +130,79 @@ def pack_documents(
     """
     if not documents:
         raise UserError("pack_documents: no documents given")
-    wanted = [query_positions(document.loss_mask, num_steps) for document in documents]
-    num_tokens = sum(document.input_ids.shape[0] for document in documents)
-    num_queries = sum(rows.shape[0] for rows in wanted)
-    num_predicted = sum(int((document.loss_mask[2:] != 0).sum()) for document in documents)
+    for number, document in enumerate(documents):
+        length = document.input_ids.shape[0]
+        rows = [document.loss_mask.shape[0], *(state.shape[0] for state in document.states)]
+        if any(row != length for row in rows):
+            raise UserError(f"document {number}: {length} tokens, but loss mask and states have {rows} rows")
+    # Everything but the states is computed for all documents at once, on rows 0..N-1 of the packed sequence.
+    lengths = torch.tensor([document.input_ids.shape[0] for document in documents])  # [D]
+    num_tokens = int(lengths.sum())
+    document_of = torch.repeat_interleave(torch.arange(len(documents)), lengths)  # [N]
+    ends = lengths.cumsum(0)
+    starts, ends, row = (ends - lengths)[document_of], ends[document_of], torch.arange(num_tokens)  # each [N]
+    ids = torch.cat([document.input_ids for document in documents])
+    supervised = torch.cat([document.loss_mask for document in documents]) != 0
+    is_query = needs_query(supervised, ends, num_steps)
+    is_predicted = supervised & (row >= starts + 2)
+    q, s = torch.nonzero(is_query).flatten(), torch.nonzero(is_predicted).flatten()  # [c], [r]
+
     tokens = max(num_tokens, 1) if tokens is None else tokens
     if predicted is None:
-        predicted = max(num_predicted, 1) if queries is None else queries
-    queries = max(num_queries, 1) if queries is None else queries
-    for what, need, budget in (("tokens", num_tokens, tokens), ("query rows", num_queries, queries),
-                               ("predicted tokens", num_predicted, predicted)):  # fmt: skip
+        predicted = max(len(s), 1) if queries is None else queries
+    queries = max(len(q), 1) if queries is None else queries
+    for what, need, budget in (("tokens", num_tokens, tokens), ("query rows", len(q), queries),
+                               ("predicted tokens", len(s), predicted)):  # fmt: skip
         if need > budget:
             raise UserError(f"{len(documents)} documents need {need} {what}, the batch holds {budget}")
 
     states = documents[0].states
-    batch = _blank(tokens, queries, predicted, num_steps, (len(states) - 1) * states[0].shape[1], states[0], into)
+    batch = _room(tokens, queries, predicted, num_steps, (len(states) - 1) * states[0].shape[1], states[0], into)
     batch.num_documents, batch.num_tokens = len(documents), num_tokens
-    batch.num_queries, batch.num_predicted = num_queries, num_predicted
-    batch.num_pairs = sum(int(rows.sum()) + rows.shape[0] for rows in wanted)
-    batch.positions[num_tokens:] = torch.arange(tokens - num_tokens)
-    batch.query_starts.fill_(num_tokens if num_tokens < tokens else tokens - documents[-1].input_ids.shape[0])
-    steps = torch.arange(num_steps)
-    row = query = prediction = 0
-    for number, document in enumerate(documents):
-        ids, length, width = document.input_ids, document.input_ids.shape[0], document.states[0].shape[1]
-        if document.loss_mask.shape[0] != length or any(state.shape[0] != length for state in document.states):
-            lengths = [document.loss_mask.shape[0]] + [state.shape[0] for state in document.states]
-            raise UserError(f"document {number}: {length} tokens, but loss mask and states have {lengths} rows")
-        here = slice(row, row + length)
-        batch.embed_ids[row : row + length - 1] = ids[1:]
-        batch.positions[here] = torch.arange(length)
-        for point, state in enumerate(document.states[:-1]):
-            batch.aux_states[here, point * width : (point + 1) * width] = state
+    batch.num_queries, batch.num_predicted = len(q), len(s)
+    batch.num_pairs = int((q - starts[q]).sum()) + len(q)
 
-        t = wanted[number]  # [c] positions with a query
-        mine = slice(query, query + t.shape[0])
-        batch.query_rows[mine] = row + t
-        batch.query_starts[mine] = row
-        batch.query_documents[mine] = number
-        following = t[:, None] + 1 + torch.arange(num_steps + 1)  # [c, K+1]
-        exists = following < length
-        batch.chain_ids[mine] = torch.where(exists, ids[following.clamp(max=length - 1)], 0)
-        supervised = exists & (document.loss_mask[following.clamp(max=length - 1)] != 0)
-        batch.counts[mine] = supervised[:, 1:]
+    _fill(batch.embed_ids, torch.where(row + 1 < ends, ids.roll(-1), 0))
+    _fill(batch.positions, row - starts, torch.arange(tokens - num_tokens))
+    _fill(batch.query_rows, q, tokens - 1)
+    _fill(batch.query_starts, starts[q], num_tokens if num_tokens < tokens else tokens - int(lengths[-1]))
+    _fill(batch.query_documents, document_of[q], -1)
+    following = q[:, None] + 1 + torch.arange(num_steps + 1)  # [c, K+1]
+    exists = following < ends[q, None]
+    following.clamp_(max=num_tokens - 1)
+    _fill(batch.chain_ids, torch.where(exists, _at(ids, following), 0))
+    counts = (exists & _at(supervised, following))[:, 1:]
+    _fill(batch.counts, counts)
+    _fill(batch.teacher_rows, torch.where(counts, _at(is_predicted.cumsum(0) - 1, following)[:, 1:], 0))
+    _fill(batch.predicted_ids, ids[s])
+    source = s[:, None] - 2 - torch.arange(num_steps)  # [r, K]: t = s-2-k
+    exists = source >= starts[s, None]
+    _fill(batch.slots, torch.where(exists, _at(is_query.cumsum(0) - 1, source.clamp_(min=0)), 0))
+    _fill(batch.weights, exists)
 
-        s = torch.nonzero(document.loss_mask[2:] != 0).flatten() + 2  # [r] predicted tokens
-        theirs = slice(prediction, prediction + s.shape[0])
-        require_kept(number, document, s - 1)
-        batch.last_states[theirs] = document.states[-1][s - 1]
-        batch.predicted_ids[theirs] = ids[s]
-        number_of_query = torch.zeros(length, dtype=torch.int64)
-        number_of_query[t] = query + torch.arange(t.shape[0])
-        number_of_prediction = torch.zeros(length, dtype=torch.int64)
-        number_of_prediction[s] = prediction + torch.arange(s.shape[0])
-        source = s[:, None] - 2 - steps  # [r, K]: t = s-2-k
-        batch.slots[theirs] = torch.where(source >= 0, number_of_query[source.clamp(min=0)], 0)
-        batch.weights[theirs] = (source >= 0).float()
-        batch.teacher_rows[mine] = torch.where(
-            supervised[:, 1:], number_of_prediction[following[:, 1:].clamp(max=length - 1)], 0
-        )
-        row, query, prediction = row + length, query + t.shape[0], prediction + s.shape[0]
+    first = prediction = 0
+    teachers = torch.split(s - 1 - starts[s], torch.bincount(document_of[s], minlength=len(documents)).tolist())
+    for number, (document, rows) in enumerate(zip(documents, teachers, strict=True)):
+        require_kept(number, document, rows)
+        *points, last = document.states
+        here, first = slice(first, first + len(last)), first + len(last)
+        torch.cat(points, 1, out=batch.aux_states[here])
+        batch.last_states[prediction : prediction + len(rows)] = last.index_select(0, rows)
+        prediction += len(rows)
+    batch.aux_states[num_tokens:] = 0
+    batch.last_states[prediction:] = 0
     return batch
+
+
+def _at(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """values[rows] for `rows` of any shape, in a tenth of the time."""
+    return values.index_select(0, rows.flatten()).view(rows.shape)
+
+
+def _fill(tensor: torch.Tensor, real: torch.Tensor, padding: torch.Tensor | int = 0) -> None:
+    """Write the real rows, then the padding, over all of `tensor`."""
+    tensor[: len(real)] = real
+    tensor[len(real) :] = padding
 
 
 def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
@@ -204,11 +219,11 @@ def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
         )
 
 
-def _blank(
+def _room(
     tokens: int, queries: int, predicted: int, num_steps: int, aux_width: int, state: torch.Tensor,
     into: PackedBatch | None,
 ) -> PackedBatch:  # fmt: skip
-    """A batch of padding only, freshly allocated or written over `into`."""
+    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right."""
     shapes = {
         "embed_ids": ((tokens,), torch.int64),
         "aux_states": ((tokens, aux_width), state.dtype),
@@ -225,13 +240,10 @@ def _blank(
         "weights": ((predicted, num_steps), torch.float32),
     }
     if into is None:
-        made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     else:
         made = into.tensors()
         for name, (shape, dtype) in shapes.items():
             if tuple(made[name].shape) != shape or made[name].dtype != dtype:
                 raise UserError(f"pack_documents(into=...): {name} is {tuple(made[name].shape)}, expected {shape}")
-            made[name].zero_()
-    made["query_rows"].fill_(tokens - 1)
-    made["query_documents"].fill_(-1)
     return PackedBatch(**made, num_documents=0, num_tokens=0, num_queries=0, num_predicted=0, num_pairs=0)

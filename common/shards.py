@@ -25,8 +25,9 @@ layers, before the final norm. Training and offline evaluation read here and imp
     reader.load(record, verify=False)            # Sample(input_ids, loss_mask, states, record), memory-mapped
     reader.tokens(record)                        # (input_ids, loss_mask) alone, without reading a state
 
-The other three files of the shards: `shard_writing.py` (`write_sample`, for the tap's threads), `shard_run.py`
-(`RunDirectory`, for the process that commits) and `shard_check.py` (`verify`, `status`, `plan_bytes`, `require_disk`).
+The other files of the shards: `shard_pt.py` (tensors out of a v1 file), `shard_writing.py` (`write_sample`, for the
+tap's threads), `shard_run.py` (`RunDirectory`, for the process that commits) and `shard_check.py` (`verify`, `status`,
+`plan_bytes`, `require_disk`).
 """
 
 import contextlib
@@ -220,16 +221,17 @@ class ShardReader:
             self._must_agree(out, info)
             self.records += records
 
-    def load(self, record: Record, verify: bool = False) -> Sample:
+    def load(self, record: Record, verify: bool = False, buffer: "torch.Tensor | None" = None) -> Sample:
         """The sample of `record`, memory-mapped; tensors outlive the reader; arrow states are strided.
 
-        `verify` first reads the whole file and compares its xxh3-128. UserError names a file that is missing,
-        damaged or of another shape than its manifest line says.
+        `verify` first reads the whole file and compares its xxh3-128. buffer: uint8, of `record.bytes` or more; a v1
+        file is read into it, and the sample lies there. UserError names a file that is missing, damaged or of another
+        shape than its manifest line says.
         """
         if verify and record.xxh3 is not None and (problem := file_problem(record)):
             raise UserError(f"{record.path}: {problem}; {REDO}")
         with readable(record.path):
-            input_ids, loss_mask, states, scales = self._read(record, with_states=True)
+            input_ids, loss_mask, states, scales = self._read(record, True, buffer)
             states = widened(states, scales)
             self._must_be_alike(record, states)
         last_rows = None
@@ -272,14 +274,14 @@ class ShardReader:
             names = [str(state.dtype).removeprefix("torch.") for state in states]
         return ["fp8" if name.startswith("float8") else name for name in names]
 
-    def _read(self, record: Record, with_states: bool) -> tuple:
+    def _read(self, record: Record, with_states: bool, buffer: "torch.Tensor | None" = None) -> tuple:
         """(input_ids, loss_mask, states as stored or None, their scales or None) from the file."""
         import torch
 
         if record.path.suffix == ".pt":
-            saved = torch.load(record.path, map_location="cpu", weights_only=True, mmap=True)
+            saved = read_saved(record, with_states, buffer)
             input_ids, mask, scales = saved["input_ids"], saved["loss_mask"], saved.get("scales")
-            states = list(saved["hidden_states"])
+            states = list(saved["hidden_states"]) if with_states else None
         else:
             from safetensors import safe_open
 
@@ -343,6 +345,21 @@ def readable(path: Path):
     except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{path}: not a readable sample ({what}); {REDO}") from None
+
+
+def read_saved(record: Record, with_states: bool, buffer: "torch.Tensor | None") -> dict[str, Any]:
+    """What torch.save put into the file of a sample: in `buffer`, else memory-mapped; without the states a copy."""
+    import torch
+
+    from common.shard_pt import mapped, read, tensors_in
+
+    if not with_states:  # they come after ids and mask, of which one token takes 16 bytes
+        head = 16 * record.tokens + 4096
+        saved = tensors_in(read(record.path, head=head), head)
+        if saved and saved["input_ids"] is not None and saved["loss_mask"] is not None:
+            return saved | {name: saved[name].clone() for name in ("input_ids", "loss_mask")}
+    saved = tensors_in(mapped(record.path) if buffer is None else read(record.path, buffer))
+    return saved or torch.load(record.path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None") -> "list[torch.Tensor]":

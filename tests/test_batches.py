@@ -3,12 +3,14 @@
 import itertools
 import resource
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
+import common.feed
 from common.batches import (
     Budget,
     Schedule,
@@ -218,7 +220,9 @@ def test_a_scan_is_kept_whole_or_not_at_all(shards, tmp_path):
     assert (made[0] == kept[0]).all() and torch.equal(made[1], kept[1])
 
 
-def test_the_feed_packs_what_the_schedule_names_and_sets_bad_samples_aside(shards, tmp_path):
+@pytest.mark.parametrize("scratch", [0, 256 << 20])
+def test_the_feed_packs_what_the_schedule_names_and_sets_bad_samples_aside(shards, tmp_path, monkeypatch, scratch):
+    monkeypatch.setattr(common.feed, "SCRATCH", scratch)  # mapped, and read
     reader, samples = shards
     schedule = make_schedule(reader)
     feed = Feed(reader, schedule, STEPS)
@@ -247,6 +251,21 @@ def test_the_feed_packs_what_the_schedule_names_and_sets_bad_samples_aside(shard
     again = SetAside(tmp_path / "set_aside.jsonl", said.append)
     again.add([{"index": 7, "path": str(reader.records[7].path), "reason": "NaN"}])
     assert again.count == 1 and len(said) == 2, "a resumed run counts it and does not name it again"
+
+
+def test_reading_threads_compute_alone_and_no_others_do(shards):
+    reader, _ = shards
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        feed = Feed(reader, make_schedule(reader), STEPS, workers=2)
+        next(feed)
+        inside = list(feed._pool.map(lambda _: (torch.zeros(99).sum(), torch.get_num_threads())[1], range(20)))
+        with ThreadPoolExecutor(1) as later:
+            assert set(inside) == {1} and torch.get_num_threads() == later.submit(torch.get_num_threads).result() == 3
+        feed.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_the_check_bad_samples_go_through(shards):

@@ -1,6 +1,7 @@
 """The drafter against an independent float64 re-computation of CONVENTIONS 5, its alignment, its invariances."""
 
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -566,6 +567,76 @@ def test_packing_refuses_what_does_not_fit():
     broken.states[1] = broken.states[1][:-1]
     with pytest.raises(UserError, match="document 0: 9 tokens"):
         pack_documents([broken], 3)
+
+
+def packed_by_hand(documents, num_steps, tokens, queries, predicted):
+    """The tensors of `pack_documents` from its alignment alone, one position and step at a time."""
+    width, points = documents[0].states[0].shape[1], len(documents[0].states) - 1
+    made = {name: [] for name in pack_documents([document(3, [2])], 1).tensors()}
+    pairs = start = first_query = first_predicted = 0
+    for number, each in enumerate(documents):
+        ids, mask, length = each.input_ids.tolist(), each.loss_mask.tolist(), len(each.input_ids)
+        at = lambda t, ids=ids, length=length: ids[t] if t < length else 0  # noqa: E731
+        counts = [[t + 2 + k < length and mask[t + 2 + k] for k in range(num_steps)] for t in range(length)]
+        queries_here = [t for t in range(length) if any(counts[t])]
+        predicted_here = [s for s in range(2, length) if mask[s]]
+        for t in range(length):
+            made["embed_ids"].append(at(t + 1))
+            made["positions"].append(t)
+            made["aux_states"].append(torch.cat([state[t] for state in each.states[:-1]]))
+        for t in queries_here:
+            made["query_rows"].append(start + t)
+            made["query_starts"].append(start)
+            made["query_documents"].append(number)
+            made["chain_ids"].append([at(t + 1 + k) for k in range(num_steps + 1)])
+            made["counts"].append([bool(each) for each in counts[t]])
+            made["teacher_rows"].append(
+                [first_predicted + predicted_here.index(t + 2 + k) if counts[t][k] else 0 for k in range(num_steps)]
+            )
+            pairs += t + 1
+        for s in predicted_here:
+            made["last_states"].append(each.states[-1][s - 1])
+            made["predicted_ids"].append(ids[s])
+            sources = [s - 2 - k for k in range(num_steps)]
+            made["slots"].append([first_query + queries_here.index(t) if t >= 0 else 0 for t in sources])
+            made["weights"].append([float(t >= 0) for t in sources])
+        start, first_query = start + length, first_query + len(queries_here)
+        first_predicted += len(predicted_here)
+    blank = dict(aux_states=torch.zeros(points * width).double(), last_states=torch.zeros(width).double(),
+                 chain_ids=[0] * (num_steps + 1), counts=[False] * num_steps, teacher_rows=[0] * num_steps,
+                 slots=[0] * num_steps, weights=[0.0] * num_steps, query_rows=tokens - 1, query_documents=-1,
+                 query_starts=start if start < tokens else tokens - length)  # fmt: skip
+    made["positions"] += range(tokens - start)
+    room = dict(embed_ids=tokens, aux_states=tokens, positions=tokens, last_states=predicted, predicted_ids=predicted,
+                slots=predicted, weights=predicted)  # fmt: skip
+    for name, rows in made.items():
+        rows += [blank.get(name, 0)] * (room.get(name, queries) - len(rows))
+        made[name] = torch.stack(rows) if name.endswith("states") else torch.tensor(rows)
+    return made, (len(documents), start, first_query, first_predicted, pairs)
+
+
+def test_packing_is_what_its_alignment_says():
+    chance = random.Random(5)
+    used = {}
+    for seed in range(40):
+        documents = [
+            document(chance.choice([1, 2, 3, 4, 9, 17, 30]), chance.choice([0.0, 0.1, 0.5, 1.0]), seed, width=2)
+            for _ in range(chance.randint(1, 6))
+        ]
+        steps = chance.randint(1, 7)
+        counts = [count_positions(each.loss_mask, steps) for each in documents]
+        needs = sum(len(each.input_ids) for each in documents), *(sum(column) for column in zip(*counts, strict=True))
+        for rooms in (tuple(max(need, 1) for need in needs), (200, 210, 190)):
+            room = dict(zip(("tokens", "queries", "predicted"), rooms, strict=True))
+            expected, numbers = packed_by_hand(documents, steps, **room)
+            into = used.get(steps) if rooms[0] == 200 else None
+            for batch in pack_documents(documents, steps, **room), pack_documents(documents, steps, **room, into=into):
+                for name, tensor in batch.tensors().items():
+                    wanted = expected[name]
+                    assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype, (seed, name)
+                found = batch.num_documents, batch.num_tokens, batch.num_queries, batch.num_predicted, batch.num_pairs
+                assert found == numbers
+                used[steps] = batch if rooms[0] == 200 else used.get(steps)
 
 
 def test_packing_into_reused_buffers_leaves_nothing_behind():
