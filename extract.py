@@ -310,6 +310,8 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
             engine.links.on_message = lambda rank, kind, content: (
                 loop.call_soon_threadsafe(ChildSignals.on_dead_child) if kind == "lost" else None
             )
+            if engine.links.lost:  # while it loaded
+                ChildSignals.on_dead_child()
             with interrupted.watched(lambda: None, given_up.give_up, lambda: len(mine), progress):
                 return await answer(
                     engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",

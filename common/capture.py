@@ -11,7 +11,6 @@ logits are closer than their rounding, are counted instead.
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections import Counter, defaultdict, deque
@@ -102,13 +101,12 @@ class Capture:
         if isinstance(self.error, EngineDied | KeyboardInterrupt):
             return
         patience = time.monotonic() + (30.0 if self.error else SILENCE_SECONDS)
-        with contextlib.suppress(OSError):
-            for rank in range(self.ranks):
-                self.links.send("end", rank)
-            while self.ended < self.begun and not isinstance(self.error, EngineDied | KeyboardInterrupt):
-                if time.monotonic() > patience:
-                    break
-                await asyncio.sleep(0.02)
+        for rank in range(self.ranks):
+            self.links.send("end", rank)
+        while self.ended < self.begun and not isinstance(self.error, EngineDied | KeyboardInterrupt):
+            if time.monotonic() > patience:
+                break
+            await asyncio.sleep(0.02)
 
     # -- samples --
 
@@ -163,11 +161,8 @@ class Capture:
             ids, mask = np.asarray(sample.input_ids, dtype=np.int64), np.asarray(sample.loss_mask, dtype=np.int64)
             writer = writer_of(sample.index, self.ranks, self.links.writers)
             described[writer].append({"index": sample.index, "input_ids": ids, "loss_mask": mask})
-        try:
-            for writer, samples in described.items():
-                self.links.send("samples", *writer, samples=samples)
-        except OSError:
-            raise EngineDied("a process of the engine died") from None
+        for writer, samples in described.items():
+            self.links.send("samples", *writer, samples=samples)
         try:
             answers = await self.engine.async_generate(
                 input_ids=[np.asarray(sample.input_ids).tolist() for sample in batch],

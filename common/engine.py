@@ -212,6 +212,7 @@ def start_engine(settings: EngineSettings, log: Path):
             engine = CaptureEngine(**arguments)
         except Exception as error:  # whatever SGLang stumbles over; the log has it in full
             kill_children()
+            quieten_logging(log)  # SGLang has a word to say when this process ends
             cause = cause_in(log, offset) or f"{type(error).__name__}: {error}"  # a child's last word before our own
             traceback.print_exc()
             if "trust_remote_code=True" in f"{cause} {error}":
@@ -219,6 +220,7 @@ def start_engine(settings: EngineSettings, log: Path):
             raise UserError(f"the engine did not start: {cause} (whole log: {log})") from None
         except KeyboardInterrupt:
             kill_children()
+            quieten_logging(log)
             raise
     engine.links = links
     quieten_logging(log)

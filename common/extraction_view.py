@@ -15,6 +15,7 @@ from pathlib import Path
 from common.progress import Progress
 from common.shard_check import status
 from common.shard_run import RunDirectory
+from common.shard_writing import cannot_write
 
 FEW_SAMPLES = 500  # with fewer, the trainer's defaults may hold nothing out and take a handful of steps
 
@@ -87,7 +88,10 @@ class Figures:
         first, last = self.recent[0], self.recent[-1]
         seconds = max(last[0] - first[0], 1e-9) if len(self.recent) > 1 else time.monotonic() - self.started
         base = first if len(self.recent) > 1 else (0, 0, 0)
-        disk = os.statvfs(self.out)
+        try:
+            disk = os.statvfs(self.out)
+        except OSError as error:
+            raise cannot_write(self.out, error) from None
         self.progress.update(
             self.done(),
             tokens_per_second=(last[1] - base[1]) / seconds,

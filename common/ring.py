@@ -14,6 +14,8 @@ from collections.abc import Container
 
 import torch
 
+from common.errors import UserError
+
 ALIGNMENT = 4096  # bytes; a page, so that regions never share one
 
 
@@ -102,8 +104,11 @@ class Ring:
 def attach(where: tuple[str, int]) -> torch.Tensor:
     """uint8 [capacity]: the memory of the ring that is at `where`, shared with its process."""
     path, capacity = where
-    descriptor = os.open(path, os.O_RDWR)
     try:
-        return torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
+        with open(path, "r+b", buffering=0) as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), capacity), dtype=torch.uint8)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot map a ring of {capacity / 1e9:.3g} GB ({error.strerror}); lower --ring-gb or raise "
+            f"`ulimit -v`, and let processes of one user open each other's /proc/PID/fd"
+        ) from None

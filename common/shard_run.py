@@ -117,6 +117,7 @@ class RunDirectory:
         self.out, self.rows, self.leader = Path(out), rows, leader
         self.found = Found()
         self._locks: list[int] = []
+        self._begun: set[Path] = set()  # manifests that this process has appended to
         self._lengths: dict[Path, tuple] = {}  # manifest -> (its inode, size and time, its rows' tokens)
         try:
             self._lock()
@@ -277,11 +278,14 @@ class RunDirectory:
             by_block[record.index // self.rows_per_block].append(record)
         for group in by_block.values():
             manifest, now = self._manifest(group[0].index), round(time.time(), 3)
+            if manifest in self._begun and not manifest.exists():
+                raise UserError(f"{manifest} is gone: files were removed while this run writes; start it again")
             first = sample_path(self.out, group[0].index, self.layout, self.rows_per_block)
             names = [sample_name(record.index, self.layout) for record in group]
             paths = [first.parent / name for name in names]
             group = [replace(record, path=path, time=now) for record, path in zip(group, paths, strict=True)]
             append_lines(manifest, [entry_of(record) for record in group], first.parent)
+            self._begun.add(manifest)
             for record in group:
                 self.committed[record.index] = record
                 self.set_aside.pop(record.index, None)

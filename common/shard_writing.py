@@ -136,7 +136,7 @@ def write_sample(
     path = sample_path(Path(out), index, layout, rows_per_block)
     temporary = temporary_name(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # of an output directory that is still there
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     except OSError as error:
         raise cannot_write(path, error) from None

@@ -16,19 +16,19 @@ compares it with the engine's answer.
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 
 import torch
 
 from common.errors import UserError
-from common.proof import FirstBatchProof, ProofFailed
+from common.proof import FirstBatchProof
 from common.ring import Ring
 from common.state_dtypes import stored_dtypes, to_stored
 from common.tap_link import Line, writers_a_rank
-from common.tap_writer import CANDIDATES, Region
+from common.tap_writer import CANDIDATES, Region, failure
 from common.writer_pool import WriterPool
 
 model = None  # the SGLang model of this process
@@ -43,7 +43,7 @@ between_forwards = threading.Lock()  # held by a forward pass, and by whoever ch
 
 
 def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
-    """The scheduler process: SGLang's own, deaf to Ctrl-C, and with the tap in it."""
+    """The scheduler process: SGLang's own, deaf to Ctrl-C and SIGTERM, and with the tap in it."""
     import faulthandler
     import signal
 
@@ -53,7 +53,8 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets samples in flight finish
+    for deaf in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, which lets samples in flight finish
+        signal.signal(deaf, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the parent asks for the stacks when nothing comes back
     initialise = ModelRunner.init_aux_hidden_state_capture
 
@@ -75,10 +76,19 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     ModelRunner.forward = forward
     global line, writers
     line = Line(tp_rank, message)
-    writers = WriterPool(tp_rank, writers_a_rank(), on_death=lambda: line.send("lost"))
+    writers = WriterPool(tp_rank, writers_a_rank(), on_death=writer_died)
     if server_args.device == "cpu":
         use_absorbed_attention()
     return run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *further, **named)
+
+
+def writer_died(status: int):
+    """Nothing can be captured any more: while the model loads, which may take long, end at once."""
+    if model is None:
+        if status < 0:  # without a last word of its own
+            print(f"ChildProcessError: a writer process was killed by signal {-status}", file=sys.stderr, flush=True)
+        os._exit(1)
+    line.send("lost")
 
 
 def die_with_parent():
@@ -102,21 +112,22 @@ def message(kind: str, content: dict):
         try:
             with between_forwards:
                 tap = Tap(model, content, line, writers)
-        except (ProofFailed, UserError) as error:
-            line.send("failed", reason=str(error), known=True, session=content["session"])
+        except Exception as error:
+            line.send("failed", **failure(error), session=content["session"])
             return
         tap.send("begun")
 
 
 def run_detokenizer(server_args, *args, **kwargs):
-    """The detokenizer process, deaf to Ctrl-C like the scheduler."""
+    """The detokenizer process, deaf like the scheduler."""
     import faulthandler
     import signal
 
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for deaf in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(deaf, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     return run_detokenizer_process(server_args, *args, **kwargs)
 
@@ -382,10 +393,7 @@ class Tap:
         except Exception as error:
             if not self.failed:
                 self.stop()
-                traceback.print_exc()
-                known = isinstance(error, ProofFailed | UserError)
-                reason = str(error) if known else f"{type(error).__name__}: {error}"
-                self.send("failed", reason=reason, known=known)
+                self.send("failed", **failure(error))
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------

@@ -7,17 +7,21 @@
 Messages are (kind, content): `begin` and `end` go to a scheduler, `samples` to a writer; `hello`, `begun`, `proof`,
 `written`, `set_aside`, `failed`, `ended` and `lost` (a writer has died) come back. Hidden states never travel here. A
 Unix socket without a file on one node, TCP where a replica spans nodes. A connection that breaks is how the committing
-process learns at once that a process has died.
+process learns at once that a process has died. It waits for none of them: whoever connects is asked for the key in a
+thread of its own, and a process that stands still keeps only its own messages back.
 """
 
 import contextlib
 import os
+import queue
 import secrets
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
 ENVIRONMENT = "CAPTURE_LINE"  # "address|key|writers a rank", inherited by the scheduler processes and their writers
 
@@ -32,12 +36,15 @@ class Links:
     def __init__(self, ranks: int, writers: int = 0, over_nodes: bool = False):
         self.ranks, self.writers = ranks, writers
         self.processes = ranks * (1 + writers)
-        key = secrets.token_bytes(16)
+        self.key = secrets.token_bytes(16)
         name = f"capture-{os.getpid()}-{secrets.token_hex(4)}"
-        self.listener = Listener(("", 0) if over_nodes else f"\0{name}", authkey=key, backlog=self.processes)
-        where = f"{socket.gethostname()}:{self.listener.address[1]}" if over_nodes else f"@{name}"
-        self.where = f"{where}|{key.hex()}|{writers}"
-        self.connections: dict[tuple[int, int | None], object] = {}  # (rank, its writer or None for the scheduler)
+        self.listener = socket.socket(socket.AF_INET if over_nodes else socket.AF_UNIX)
+        self.listener.bind(("", 0) if over_nodes else f"\0{name}")
+        self.listener.listen(self.processes)
+        where = f"{socket.gethostname()}:{self.listener.getsockname()[1]}" if over_nodes else f"@{name}"
+        self.where = f"{where}|{self.key.hex()}|{writers}"
+        self.connections: dict[tuple[int, int | None], Connection] = {}  # (rank, its writer or None for the scheduler)
+        self.outboxes: dict[tuple[int, int | None], queue.SimpleQueue] = {}  # messages on their way to each
         self.lost = False  # a process that was connected is gone
         self.on_message: Callable[[int, str, dict], None] = lambda rank, kind, content: None
         threading.Thread(target=self._accept, daemon=True, name="links-accept").start()
@@ -46,34 +53,52 @@ class Links:
         return len(self.connections) == self.processes
 
     def send(self, kind: str, rank: int, writer: int | None = None, **content) -> None:
-        """To the scheduler of a rank, or to one of its writers. Raises OSError when it is gone."""
-        self.connections[rank, writer].send((kind, content))
+        """To the scheduler of a rank, or to one of its writers; never waits. One that is gone is said to be "lost"."""
+        self.outboxes[rank, writer].put((kind, content))
 
     def close(self) -> None:
-        for connection in self.connections.values():
+        for who, connection in list(self.connections.items()):
+            self.outboxes[who].put(None)
             shut(connection)
-        self.listener.close()
+        shut(self.listener)
 
     def _accept(self):
-        with contextlib.suppress(OSError):
-            for _ in range(self.processes):
-                connection = self.listener.accept()
-                threading.Thread(target=self._receive, args=(connection,), daemon=True, name="links-receive").start()
+        while self.listener.fileno() != -1:
+            try:
+                connection = Connection(self.listener.accept()[0].detach())
+            except OSError:  # closed, or no descriptor is free just now
+                time.sleep(0.1)
+                continue
+            threading.Thread(target=self._receive, args=(connection,), daemon=True, name="links-receive").start()
 
-    def _receive(self, connection):
-        rank = None
+    def _receive(self, connection: Connection):
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            _, content = connection.recv()  # hello
+        except (EOFError, OSError, AuthenticationError):
+            return connection.close()  # a stranger, or one that died on the way: whoever started it says so
+        who = rank, _ = content["rank"], content["writer"]
+        outbox = self.outboxes[who] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, args=(connection, outbox), daemon=True, name="links-send").start()
+        self.connections[who] = connection
+        self.on_message(rank, "hello", content)
         try:
             while True:
                 kind, content = connection.recv()
-                if kind == "hello":
-                    rank = content["rank"]
-                    self.connections[rank, content["writer"]] = connection
                 if kind == "lost":
                     self.lost = True
                 self.on_message(rank, kind, content)
         except (EOFError, OSError):
             self.lost = True
+            self.outboxes[who].put(None)
             self.on_message(rank, "lost", {})
+
+    @staticmethod
+    def _deliver(connection: Connection, outbox: queue.SimpleQueue):
+        with contextlib.suppress(OSError, TypeError):  # gone, as `_receive` sees, or closed half-way
+            while (message := outbox.get()) is not None:
+                connection.send(message)
 
 
 class Line:
@@ -119,8 +144,8 @@ def writer_of(index: int, ranks: int, writers: int) -> tuple[int, int]:
     return index % ranks, index // ranks // RUN % writers
 
 
-def shut(connection) -> None:
-    """Close a connection that a thread may be waiting in: closing alone would leave it open until that thread wakes."""
+def shut(connection: Connection | socket.socket) -> None:
+    """Close what a thread may be waiting in: closing alone would leave it open until that thread wakes."""
     with contextlib.suppress(OSError):
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)

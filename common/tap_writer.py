@@ -10,6 +10,7 @@ token ids that the engine computed are its own, all its states are finite (other
 state is bit by bit the one that its own token was computed from.
 """
 
+import ctypes
 import faulthandler
 import math
 import os
@@ -34,6 +35,7 @@ CANDIDATES = 32  # best tokens of the own-token check: flat logits have many wit
 THREADS = 4  # of a writer process
 DESCRIPTION_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
 RECORDS_AT_ONCE = 16  # of one message; fewer when there is nothing left to write
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the one that started it has ended
 
 
 @dataclass
@@ -126,6 +128,7 @@ class Session:
             try:
                 if not self.failed:
                     self.write_one(job)
+                self.tell()
             except BaseException as error:  # noqa: B036 (a writer must never die in silence)
                 self.fail(error)
             finally:
@@ -156,13 +159,14 @@ class Session:
             settings["out"], job.index, ids, sample["loss_mask"], states, settings["layout"],
             settings["rows_per_block"], scales, settings["last_state"],
         )  # fmt: skip
-        self.written({"index": job.index, "bytes": written.bytes, "xxh3": written.xxh3, "own": job.own})
-
-    def written(self, record: dict):
-        """Tell the committing process, of several samples at once while more are waiting to be written."""
         with self.lock:
-            self.records.append(record)
-            if len(self.records) < RECORDS_AT_ONCE and not self.jobs.empty():
+            self.records.append({"index": job.index, "bytes": written.bytes, "xxh3": written.xxh3, "own": job.own})
+
+    def tell(self):
+        """Tell the committing process what is written, of several samples at once while more are waiting. Called after
+        every job, whatever became of it: the last one finds nothing waiting."""
+        with self.lock:
+            if not self.records or (len(self.records) < RECORDS_AT_ONCE and not self.jobs.empty()):
                 return
             records, self.records = self.records, []
         self.send("written", records=records, **self.figures)
@@ -195,10 +199,7 @@ class Session:
                 return
             self.failed = True
             self.scheduler.send(("failed", None))
-        traceback.print_exception(error)
-        known = isinstance(error, ProofFailed | UserError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        self.send("failed", reason=reason, known=known)
+        self.send("failed", **failure(error))
 
     def close(self):
         """Write what is complete, then let go of the threads, the ring and the directory."""
@@ -206,10 +207,17 @@ class Session:
             self.jobs.put(None)
         for thread in self.threads:
             thread.join()
-        if self.records:  # the last sample was set aside, or failed
+        if self.records:  # the last sample failed
             self.send("written", records=self.records, **self.figures)
         self.memory = None
         os.close(self.run_lock)
+
+
+def failure(error: BaseException) -> dict:
+    """What the committing process is told of an error; the log gets all of it."""
+    traceback.print_exception(error)
+    known = isinstance(error, ProofFailed | UserError)
+    return {"reason": str(error) if known else f"{type(error).__name__}: {error}", "known": known}
 
 
 def not_finite(largest: torch.Tensor, names: list[str]) -> str | None:
@@ -225,6 +233,7 @@ def not_finite(largest: torch.Tensor, names: list[str]) -> str | None:
 
 def main(rank: int, number: int, descriptor: int) -> None:
     """Serve one session after the other until the scheduler process, at the other end of `descriptor`, is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the scheduler, even while standing still
     for deaf in (signal.SIGINT, signal.SIGTERM):  # they are for the main process
         signal.signal(deaf, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -242,9 +251,9 @@ def main(rank: int, number: int, descriptor: int) -> None:
             if kind == "begin":
                 try:
                     session = Session(content, scheduler, line)
-                except UserError as error:
+                except Exception as error:
                     scheduler.send(("failed", None))
-                    line.send("failed", reason=str(error), known=True, session=content["session"])
+                    line.send("failed", **failure(error), session=content["session"])
                 line.send("begun", session=content["session"])
             elif kind == "pass" and session is not None:
                 session.take(content)

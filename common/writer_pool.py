@@ -28,8 +28,8 @@ from common.tap_link import writer_of
 class WriterPool:
     """The `number` writer processes (common/tap_writer.py) of one rank, for the engine's whole life."""
 
-    def __init__(self, rank: int, number: int, on_death: Callable[[], None]):
-        """on_death() is called, from a thread, when a writer has died."""
+    def __init__(self, rank: int, number: int, on_death: Callable[[int], None]):
+        """on_death(its exit status) is called, from a thread, when a writer has died."""
         self.on_death = on_death
         self.pipes: list[Connection] = []
         self.ended = threading.Semaphore(0)
@@ -40,12 +40,13 @@ class WriterPool:
         self.on_failure: Callable[[], None] = lambda: None
         for writer in range(number):
             ours, theirs = Pipe()
-            command = [sys.executable, "-m", "common.tap_writer", str(rank), str(writer), str(theirs.fileno())]
+            # -P: a package of that name in the working directory is somebody else's; PYTHONPATH begins with ours.
+            command = [sys.executable, "-P", "-m", "common.tap_writer", str(rank), str(writer), str(theirs.fileno())]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
             theirs.close()  # the writer ends when ours is closed, as it is when this process dies
             self.pipes.append(ours)
-            threading.Thread(target=self._receive, args=(ours,), daemon=True, name=f"writer-{writer}").start()
+            threading.Thread(target=self._receive, args=(ours, process), daemon=True, name=f"writer-{writer}").start()
         threading.Thread(target=self._carry, daemon=True, name="courier").start()
 
     def begin(self, settings: dict, ring: Ring, on_failure: Callable[[], None]) -> None:
@@ -73,7 +74,7 @@ class WriterPool:
         self.passes.put(session)
         for _ in self.pipes:
             self.ended.acquire()
-        self.ring = None
+        self.ring, self.on_failure = None, lambda: None  # they hold the memory of the session
 
     def _carry(self):
         while True:
@@ -99,7 +100,7 @@ class WriterPool:
                 }
                 self._send(self.pipes[writer], "pass", content)
 
-    def _receive(self, pipe: Connection):
+    def _receive(self, pipe: Connection, process: subprocess.Popen):
         try:
             while True:
                 kind, content = pipe.recv()
@@ -110,9 +111,9 @@ class WriterPool:
                 elif kind == "ended":
                     self.ended.release()
         except (EOFError, OSError):
-            self.on_death()
-            self.on_failure()
             self.ended.release()  # nobody is to wait for it
+            self.on_failure()
+            self.on_death(process.wait())
 
     def _release(self, start: int, count: int):
         with self.lock:

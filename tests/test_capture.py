@@ -2,6 +2,8 @@
 of being wrong is seen and named. The target is a 61-layer Llama with random weights, points 3/31/59."""
 
 import json
+import resource
+import signal
 
 import psutil
 import pytest
@@ -208,6 +210,29 @@ def test_an_engine_that_falls_silent_ends_the_run_with_its_stacks(engine, points
     assert "run_scheduler" in log and "most recent call first" in log
     assert engine.links.connected()
     helpers.capture(engine, tmp_path / "again", helpers.samples_of([8] * 4), points)
+
+
+def test_signals_to_the_whole_group_are_for_the_main_process_alone(engine, points, tmp_path):
+    """Ctrl-C, and SIGTERM as a job scheduler sends it: samples in flight are to be finished."""
+    for process in psutil.Process().children(recursive=True):
+        if "resource_tracker" not in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+    helpers.capture(engine, tmp_path, helpers.samples_of([8] * 4), points)
+
+
+def test_writers_that_cannot_map_the_ring_say_so_and_no_session_leaves_its_memory_behind(engine, points, tmp_path):
+    scheduler = psutil.Process(engine.get_all_child_pids()[0])
+    writers = [child for child in scheduler.children() if "common.tap_writer" in child.cmdline()]
+    for writer in writers:
+        writer.rlimit(resource.RLIMIT_AS, (writer.memory_info().vms + (16 << 20), resource.RLIM_INFINITY))
+    with pytest.raises(CaptureFailed, match="cannot map a ring of .* lower --ring-gb"):
+        helpers.capture(engine, tmp_path / "failed", helpers.samples_of([8] * 4), points, ring_bytes=256 << 20)
+    for writer in writers:
+        writer.rlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    helpers.capture(engine, tmp_path / "good", helpers.samples_of([8] * 4), points)
+    for process in (scheduler, *writers):
+        assert not [memory.path for memory in process.memory_maps() if "memfd:ring" in memory.path]
 
 
 def test_an_exported_drafter_makes_the_engine_capture_its_points(engine, points, folder, tmp_path):

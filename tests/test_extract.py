@@ -3,6 +3,7 @@
 The target is an 8-layer Llama with random weights (tests/conftest.py). Each test says how many engines it starts.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -299,6 +300,21 @@ def test_the_target_answers_first(small_target, tmp_path):
     answer = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     expected = tokenizer.decode(answer, skip_special_tokens=False).removesuffix("<|im_end|>")
     assert chats[0]["messages"][1]["content"] == expected
+
+
+def test_a_writer_that_dies_while_the_model_loads_ends_the_run_at_once(small_target, rows, tmp_path):
+    run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--output", tmp_path / "out")
+
+    def writers():
+        with contextlib.suppress(psutil.Error):  # a process that was there a moment ago
+            return [process for process in run.family() if "common.tap_writer" in process.cmdline()]
+
+    run.wait_until(writers)
+    family = run.family()
+    writers()[0].kill()
+    assert run.finish(60) == 2 and gone(family), run.text()
+    assert "the engine did not start: ChildProcessError: a writer process was killed by signal 9" in run.text()
+    assert "kill_process_tree" not in run.text()
 
 
 def test_terminated_while_it_loads_it_ends_with_its_processes(small_target, rows, tmp_path):

@@ -399,6 +399,27 @@ def test_a_read_only_directory_is_one_clear_line(tmpfs):
     assert subprocess.run([*WRITER, str(out)], capture_output=True, env=ENVIRONMENT).returncode == 2
 
 
+def test_a_directory_that_is_removed_meanwhile_ends_the_run_and_is_not_made_again(tmp_path):
+    """Or the disk under a mount point that went away would fill up, and the loss be told at the end of the night."""
+    states = [torch.zeros(1, 8)] * 2
+    with RunDirectory(tmp_path / "out", IDENTITY, rows=9, rows_per_block=4) as run:
+
+        def commit(row):
+            written = write_sample(run.out, row, [1], [1], states, run.layout, run.rows_per_block)
+            run.commit([Record(row, 1, 1, written.bytes, written.xxh3, "hash")])
+
+        commit(0)
+        commit(4)
+        shutil.rmtree(run.out / "rows_0-4")
+        with pytest.raises(UserError, match="manifest.jsonl is gone: files were removed while this run writes"):
+            commit(1)
+        commit(5)
+        shutil.rmtree(run.out)
+        with pytest.raises(UserError, match=r"data_6\.pt: cannot write there \(No such file"):
+            commit(6)
+        assert not run.out.exists()
+
+
 @pytest.mark.parametrize(
     "change, line",
     [
