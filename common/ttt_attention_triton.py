@@ -40,6 +40,12 @@ def settings(head_dim: int) -> dict:
     }
 
 
+@triton.constexpr_function
+def _power_of_2(n):
+    """The smallest one that is at least n. Triton's own is replaced in processes that have imported SGLang."""
+    return 1 << (n - 1).bit_length()
+
+
 @triton.jit
 def _seen(n, row, start):
     """start <= n <= row in one unsigned comparison; never for the filler row -1, start 2^31 - 1."""
@@ -130,7 +136,7 @@ def forward_kernel(
     """One block of queries of one kv head. lse [C, HEADS] is in units of log2."""
     KV: tl.constexpr = HEADS // GROUP
     POSITIONS: tl.constexpr = BLOCK_Q // GROUP
-    PLACES: tl.constexpr = triton.next_power_of_2(POSITIONS)
+    PLACES: tl.constexpr = _power_of_2(POSITIONS)
     first, kv = (tl.num_programs(0) - 1 - tl.program_id(0)) * POSITIONS, tl.program_id(1)  # long rows first
     local, member, used = _rows_of(GROUP, BLOCK_Q)
     inside = (first + local < num_queries) & used
@@ -198,7 +204,7 @@ def queries_kernel(
     """
     KV: tl.constexpr = HEADS // GROUP
     POSITIONS: tl.constexpr = BLOCK_Q // GROUP
-    PLACES: tl.constexpr = triton.next_power_of_2(POSITIONS)
+    PLACES: tl.constexpr = _power_of_2(POSITIONS)
     first, kv = (tl.num_programs(0) - 1 - tl.program_id(0)) * POSITIONS, tl.program_id(1)
     local, member, used = _rows_of(GROUP, BLOCK_Q)
     inside = (first + local < num_queries) & used

@@ -114,6 +114,7 @@ def test_what_is_written_is_told_although_the_last_samples_are_set_aside(tmp_pat
 
 def test_strangers_and_processes_that_stand_still_hold_nobody_up(monkeypatch):
     """A connection that breaks off, one that never says a word, and one whose reader stands still."""
+    others = set(threading.enumerate())
     links = Links(ranks=1, writers=1)
     monkeypatch.setenv(ENVIRONMENT, links.where)
     strangers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
@@ -141,7 +142,8 @@ def test_strangers_and_processes_that_stand_still_hold_nobody_up(monkeypatch):
     hold.set()
     lines[0].connection.close()
     links.close()
-    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith("links-accept")], 10)
+    mine = [thread for thread in threading.enumerate() if thread not in others and thread.name == "links-accept"]
+    assert until(lambda: not any(thread.is_alive() for thread in mine), 10)
 
 
 def test_writers_end_with_their_scheduler_and_are_ours_wherever_it_runs(tmp_path):
