@@ -25,14 +25,12 @@ import torch.distributed as dist
 from common import checkpoints, ranks
 from common.arguments import as_dict, parse
 from common.batches import Schedule, batch_plan, scan_once, split
-from common.capture_points import CapturePoints
-from common.drafter import Drafter, DrafterConfig, ttt_loss
-from common.drafter_config import MLA_SIZES, require_type
+from common.drafter import Drafter, ttt_loss
 from common.errors import EXIT_INTERRUPTED, UserError, run
-from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators, serving_ids_for
+from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators
 from common.feed import Feed, Mover, SetAside
-from common.load_drafter import load_drafter
 from common.losses import Teacher
+from common.new_drafter import build_drafter, choose_serving_ids
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
 from common.plots import draw_curves
 from common.progress import Progress, duration
@@ -42,7 +40,7 @@ from common.step_profile import StepClock, peak_tflops
 from common.target import TargetParts, load_target_parts, model_of, text_config
 from common.train_step import GraphedStep, clipped_step, useful_flops
 from common.training_log import TrainingLog, eval_line, over_steps, read_metrics, step_figures, step_line
-from common.vocab import build_draft_vocab, target_ids
+from common.vocab import target_ids
 
 FEW_STEPS = 20  # a run of fewer is told that it is too short to make a drafter
 
@@ -371,55 +369,6 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 
 
 # ---- what the story above calls --------------------------------------------------------------------------------------
-
-
-def build_drafter(arguments: TrainArguments, target: TargetParts, points: CapturePoints, frequencies, found, note):
-    """The drafter with its vocabulary and weights: of the checkpoint, of --init-from, or fresh."""
-    if found:
-        config = DrafterConfig(**found[1]["identity"]["drafter"])
-        require_type(config, arguments.drafter_type, found[0], "train into another --output")
-        drafter, stored = Drafter(config), checkpoints.weights_of(found[0])
-        drafter.load_state_dict(stored)
-        drafter.set_vocab(stored["d2t"], stored["t2d"])
-        return drafter
-    if arguments.init_from:
-        drafter, _ = load_drafter(arguments.init_from, target.config)
-        require_type(drafter.config, arguments.drafter_type, arguments.init_from, "start from another (--init-from)")
-        note(f"starting from {arguments.init_from}, whose sizes and draft vocabulary are kept")
-        return drafter
-    d2t, t2d = build_draft_vocab(frequencies, arguments.draft_vocab_size)
-    if len(d2t) < arguments.draft_vocab_size:
-        distinct = int((frequencies > 0).sum())
-        note(f"draft vocabulary: only {distinct:,} tokens are supervised, fewer than {arguments.draft_vocab_size:,}")
-    covered = frequencies[t2d].sum() / frequencies.sum()
-    note(f"draft vocabulary: {len(d2t):,} of {len(t2d):,} tokens cover {covered:.2%} of the supervised tokens")
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
-             "fc_norm", "norm_output", *MLA_SIZES)  # fmt: skip
-    drafter = Drafter(DrafterConfig.from_target(
-        target.config, arguments.drafter_type, capture_points=points.points, draft_vocab_size=len(d2t),
-        **{name: getattr(arguments, name) for name in names},
-    ))  # fmt: skip
-    drafter.set_vocab(d2t, t2d)
-    drafter.init_weights(arguments.seed, target.lm_head)
-    return drafter
-
-
-def choose_serving_ids(given: list[int] | None, config: DrafterConfig, target_config: dict, note) -> list[int]:
-    """SGLang's layer ids: those given, else by the family's rule. `UserError` for too few, too many or no rule."""
-    if given is None:
-        return serving_ids_for(config, target_config)
-    points = list(config.capture_points)
-    if len(given) != len(points):
-        raise UserError(f"--serving-ids {given}: {len(given)} ids for {len(points)} capture points {points}; give one "
-                        f"id for each point, in their order")  # fmt: skip
-    try:
-        known = serving_ids_for(config, target_config)
-    except UserError:  # the family's rule is not known: what the argument is for
-        known = given
-    if known != given:
-        note(f"warning: --serving-ids {given} are used, but by its family's rule this target captures {points} with "
-             f"{known}; leave --serving-ids out to use those")  # fmt: skip
-    return given
 
 
 def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:
