@@ -1,6 +1,6 @@
 """Writing shards: a sample's file, the log lines that make samples exist, and the locks around both.
 
-`write_sample` runs in the tap's writer threads (any process, any node of the shared file system), which call `join_run`
+`write_sample` runs in the tap's writer processes (on any node of the shared file system), which call `join_run`
 once; the process that commits gets `Written(bytes, xxh3)` from them and hands it to `common/shard_run.py`.
 
     hold = join_run(out)                                  # in each process that writes files; lasts as long as it

@@ -26,7 +26,7 @@ layers, before the final norm. Training and offline evaluation read here and imp
     reader.tokens(record)                        # (input_ids, loss_mask) alone, without reading a state
 
 The other files of the shards: `shard_pt.py` (tensors out of a v1 file), `shard_writing.py` (`write_sample`, for the
-tap's threads), `shard_run.py` (`RunDirectory`, for the process that commits) and `shard_check.py` (`verify`, `status`,
+tap's writers), `shard_run.py` (`RunDirectory`, for the process that commits) and `shard_check.py` (`verify`, `status`,
 `plan_bytes`, `require_disk`).
 """
 
