@@ -307,7 +307,7 @@ def gone_silent(engine, seconds: float) -> EngineDied:
     for child in psutil.Process().children(recursive=True):
         name = " ".join(child.cmdline())
         if child.pid in engine.get_all_child_pids() or "common.tap_writer" in name:
-            child.send_signal(signal.SIGUSR2)  # see run_scheduler in tap.py, and main in tap_writer.py
+            child.send_signal(signal.SIGUSR2)  # see leave_signals_to_the_main_process in tap_link.py
     time.sleep(1.0)
     return EngineDied(f"the engine has been silent for {seconds:.0f} s; its stacks are in its log")
 

@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.proof import FirstBatchProof
 from common.ring import Ring
 from common.state_dtypes import stored_dtypes, to_stored
-from common.tap_link import Line, writers_a_rank
+from common.tap_link import Line, leave_signals_to_the_main_process, writers_a_rank
 from common.tap_writer import CANDIDATES, Region, failure
 from common.writer_pool import WriterPool
 
@@ -44,18 +44,13 @@ between_forwards = threading.Lock()  # held by a forward pass, and by whoever ch
 
 def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     """The scheduler process: SGLang's own, deaf to Ctrl-C and SIGTERM, and with the tap in it."""
-    import faulthandler
-    import signal
-
     if server_args.device == "cpu":
         torch._dynamo.config.disable = True  # or routing to experts first waits half a minute for a C++ compiler
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     die_with_parent()
-    for deaf in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, which lets samples in flight finish
-        signal.signal(deaf, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the parent asks for the stacks when nothing comes back
+    leave_signals_to_the_main_process()
     initialise = ModelRunner.init_aux_hidden_state_capture
 
     def remember_model(runner):
@@ -120,15 +115,10 @@ def message(kind: str, content: dict):
 
 def run_detokenizer(server_args, *args, **kwargs):
     """The detokenizer process, deaf like the scheduler."""
-    import faulthandler
-    import signal
-
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     die_with_parent()
-    for deaf in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(deaf, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    leave_signals_to_the_main_process()
     return run_detokenizer_process(server_args, *args, **kwargs)
 
 

@@ -12,9 +12,11 @@ thread of its own, and a process that stands still keeps only its own messages b
 """
 
 import contextlib
+import faulthandler
 import os
 import queue
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -131,6 +133,14 @@ class Line:
                 except Exception as error:
                     traceback.print_exc()
                     self.send("failed", reason=f"{type(error).__name__}: {error}", known=False, session=None)
+
+
+def leave_signals_to_the_main_process() -> None:
+    """For every process of the engine. Ctrl-C and SIGTERM, sent to the whole group, are for the main process, which
+    lets samples in flight finish; it asks for the stacks, by SIGUSR2, when nothing comes back."""
+    for deaf in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(deaf, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 def writers_a_rank() -> int:

@@ -11,7 +11,6 @@ state is bit by bit the one that its own token was computed from.
 """
 
 import ctypes
-import faulthandler
 import math
 import os
 import queue
@@ -29,7 +28,7 @@ from common.proof import ProofFailed
 from common.ring import attach
 from common.shard_writing import join_run, write_sample
 from common.state_dtypes import FP8, scale_of, stored_dtypes
-from common.tap_link import Line
+from common.tap_link import Line, leave_signals_to_the_main_process
 
 CANDIDATES = 32  # best tokens of the own-token check: flat logits have many within rounding of the best
 THREADS = 4  # of a writer process
@@ -234,9 +233,7 @@ def not_finite(largest: torch.Tensor, names: list[str]) -> str | None:
 def main(rank: int, number: int, descriptor: int) -> None:
     """Serve one session after the other until the scheduler process, at the other end of `descriptor`, is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the scheduler, even while standing still
-    for deaf in (signal.SIGINT, signal.SIGTERM):  # they are for the main process
-        signal.signal(deaf, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    leave_signals_to_the_main_process()
     torch.set_num_threads(1)
     scheduler, session = Connection(descriptor), None
 
