@@ -226,8 +226,8 @@ class Capture:
                 if gap is None or gap > rounding:
                     return self.fail(CaptureFailed(own_token_message(index, content["own"], rounding, answer)))
                 content["own"]["agrees"] = "tie" if gap == 0 else "near-tie"
-                self.ties += gap == 0  # bf16 logits are often equal to the last bit; either token is the best one
-                self.near_ties += gap > 0
+                self.ties += int(gap == 0)  # bf16 logits are often equal to the last bit; either token is the best one
+                self.near_ties += int(gap > 0)
                 checked = self.committed + len(self.ready) + 1
                 if self.near_ties > max(5, MOST_NEAR_TIES * checked):
                     return self.fail(CaptureFailed(near_tie_message(index, self.near_ties, checked)))

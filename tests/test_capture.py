@@ -5,6 +5,7 @@ import json
 import resource
 import signal
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -128,6 +129,25 @@ def test_both_self_checks_are_recorded(engine, points, tmp_path):
     (proof,) = checks["first_batch"]
     assert set(proof["bit_equal"].values()) == {1.0}
     assert min(proof["neighbour_error"].values()) > 0.01
+
+
+def test_ties_are_counted_and_can_be_recorded(engine, points, tmp_path):
+    """Equal logits, logits closer than their rounding, and a token that rounding does not explain."""
+    session, _ = helpers.capture(engine, tmp_path, helpers.samples_of([9]), points)
+
+    def both_sides(index, answer, below):
+        """The stored last state gives token 5, then 6 with a logit lower by `below`; the engine says `answer`."""
+        session.answers[index] = answer
+        own = np.array([5, 6, 0.0, below, 0.25]).tobytes()
+        session.records[index] = ("written", {"index": index, "own": own})
+        session.check(index)
+        return session.records[index][1]["own"]["agrees"]
+
+    assert [both_sides(1, 5, 0.0), both_sides(2, 6, 0.0), both_sides(3, 6, 0.125)] == ["yes", "tie", "near-tie"]
+    checks = json.loads(json.dumps(session.self_checks()))  # as dataset.json keeps them
+    assert checks["own_token"]["ties"] == 1 and checks["own_token"]["near_ties"] == 1
+    both_sides(4, 6, 0.5)
+    assert "the engine answered 6" in str(session.error)
 
 
 @pytest.mark.parametrize(
