@@ -1,8 +1,9 @@
 """Offline acceptance: runs a drafter from captured states and counts what the target would have accepted.
 
 `evaluate` is the one loop over samples; train_drafter.py calls it for its held-out evaluation and eval_acceptance.py
-for its report, so both print the same figures, bit for bit on the CPU (with the same number of threads): every sample
-is a batch of its own, its arithmetic does not depend on which others are evaluated, in which order, or on which rank.
+for its report, so both print the same figures, bit for bit on the CPU (with the same number of threads): there every
+sample is a batch of its own, its arithmetic does not depend on which others are evaluated, in which order, or on which
+rank. On a GPU, where one sample is too little work, samples share batches; that can round differently.
 What is counted, and how, is defined in common/acceptance.py.
 """
 
@@ -26,6 +27,8 @@ from common.packing import PackedBatch, pack_documents
 from common.target import TargetParts
 from common.vocab import target_ids
 
+TOKENS_PER_BATCH = 16384  # of the samples that share a batch on a GPU; a tree's branches count as so many tokens
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -45,47 +48,68 @@ def evaluate(
     records: Iterable,
     setting: Setting,
     tick: Callable[[int, AcceptanceCounts], None] | None = None,
+    tokens_per_batch: int | None = None,
 ) -> AcceptanceCounts:
     """Counts of all records, which may be none (a rank without samples): `counts.merge(those of the other ranks)`.
 
     drafter, target: on the same device; the target's parts should have the dtype the target computes in on a GPU and
     float32 on the CPU (`evaluation_target`). load(record) gives a `shards.Sample` (`reader.load`), or None for one that
-    the caller left out, and counted. tick(samples done, counts so far) is called after each. Samples with fewer than
-    three tokens or nothing supervised add nothing. The weights are judged as export stores them, rounded to bfloat16,
-    also in the middle of training.
+    the caller left out, and counted. tick(samples done, counts so far) is called after each batch. tokens_per_batch: a
+    batch is full when its samples have so many tokens; default: one sample on the CPU, TOKENS_PER_BATCH on a GPU.
+    Samples with fewer than three tokens or nothing supervised add nothing. The weights are judged as export stores
+    them, rounded to bfloat16, also in the middle of training, and compiled parts run as written: shapes differ from
+    batch to batch.
     """
-    with rounded_weights(drafter):
-        return _evaluate(drafter, target, load, records, setting, tick)
-
-
-def _evaluate(drafter, target, load, records, setting, tick) -> AcceptanceCounts:
     counts = AcceptanceCounts(setting.num_steps)
-    device = drafter.fc.weight.device
-    vocabulary = drafter.t2d.cpu().numpy()
-    for done, record in enumerate(records, start=1):
-        sample = load(record)
-        if sample is not None and int((sample.loss_mask[2:] != 0).sum()):
-            batch = pack_documents([sample], setting.num_steps).to(device, non_blocking=False)
-            own, first = target_tokens(target, batch), batch.counts[:, 0]  # [R]; [C], rows that count at step 0
-            target_next = torch.full((sample.input_ids.shape[0],), -1)
-            target_next[torch.nonzero(sample.loss_mask[2:] != 0).flatten() + 1] = own.cpu()
-            drafted = draft_sample(drafter, batch, own, setting)  # [C, K]
-            expected = expected_terms(drafter, target, batch, drafted, setting) if setting.temperature > 0 else None
-            counts.add(
-                sample_key(record),
-                drafted[first].cpu(),
-                batch.positions[batch.query_rows][first].cpu(),
-                sample.input_ids,
-                sample.loss_mask,
-                target_next,
-                vocabulary,
-                category=record.category,
-                source=record.source,
-                expected=None if expected is None else tuple(e[first.cpu().numpy()] for e in expected),
-            )
-        if tick is not None:
-            tick(done, counts)
+    if tokens_per_batch is None:
+        tokens_per_batch = TOKENS_PER_BATCH // setting.topk if drafter.fc.weight.device.type == "cuda" else 1
+    group, tokens, done = [], 0, 0
+    with rounded_weights(drafter), torch.compiler.set_stance("force_eager"):
+        for done, record in enumerate(records, start=1):
+            sample = load(record)
+            if sample is not None and int((sample.loss_mask[2:] != 0).sum()):
+                group.append((record, sample))
+                tokens += len(sample.input_ids)
+            if tokens >= tokens_per_batch:
+                count_group(counts, drafter, target, group, setting)
+                group, tokens = [], 0
+            if tick is not None and not group:
+                tick(done, counts)
+        if group:
+            count_group(counts, drafter, target, group, setting)
+            if tick is not None:
+                tick(done, counts)
     return counts
+
+
+def count_group(counts: AcceptanceCounts, drafter: Drafter, target: TargetParts, group: list, setting: Setting) -> None:
+    """Add the samples of one batch to `counts`. group: (record, sample) pairs, each with something supervised."""
+    batch = pack_documents([sample for _, sample in group], setting.num_steps).to(drafter.fc.weight.device)
+    own, first = target_tokens(target, batch), batch.counts[:, 0]  # [R]; [C], rows that count at step 0
+    drafted = draft_batch(drafter, batch, own, setting)  # [C, K]
+    expected = expected_terms(drafter, target, batch, drafted, setting) if setting.temperature > 0 else ()
+    drafted, own, vocabulary = drafted[first].cpu(), own.cpu(), drafter.t2d.cpu().numpy()
+    positions, documents = batch.positions[batch.query_rows][first].cpu(), batch.query_documents[first].cpu()
+    expected = [terms[first.cpu().numpy()] for terms in expected]
+    taken = 0
+    for number, (record, sample) in enumerate(group):
+        supervised = torch.nonzero(sample.loss_mask[2:] != 0).flatten() + 2
+        target_next = torch.full((sample.input_ids.shape[0],), -1)
+        target_next[supervised - 1] = own[taken : taken + len(supervised)]
+        taken += len(supervised)
+        here = documents == number
+        counts.add(
+            sample_key(record),
+            drafted[here],
+            positions[here],
+            sample.input_ids,
+            sample.loss_mask,
+            target_next,
+            vocabulary,
+            category=record.category,
+            source=record.source,
+            expected=tuple(terms[here.numpy()] for terms in expected) or None,
+        )
 
 
 @contextmanager
@@ -135,7 +159,7 @@ def rows_per_chunk(target: TargetParts) -> int:
     return max(1, (1 << 26) // target.lm_head.shape[0])
 
 
-def draft_sample(drafter: Drafter, batch: PackedBatch, own: torch.Tensor, setting: Setting) -> torch.Tensor:
+def draft_batch(drafter: Drafter, batch: PackedBatch, own: torch.Tensor, setting: Setting) -> torch.Tensor:
     """int64 [C, K]: the greedy chain, or what a draft tree holds of the target's path (-1 where it left it).
 
     own: [R] from `target_tokens`.

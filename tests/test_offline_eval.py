@@ -178,7 +178,7 @@ def test_tree_of_one_branch_equals_the_chain_and_wider_trees_accept_more(target)
         ids, _ = grown.top(1)
         assert torch.equal(ids[:, 0], chained[:, k])
         grown.advance(ids[:, 0])
-    path = offline_eval.draft_sample(drafter, batch, own, Setting(num_steps=3, topk=2, tree_tokens=3))
+    path = offline_eval.draft_batch(drafter, batch, own, Setting(num_steps=3, topk=2, tree_tokens=3))
     assert ((path[:, 0] == own[batch.teacher_rows[:, 0]]) | (path[:, 0] == -1)).all()
 
 
@@ -232,7 +232,7 @@ def test_every_node_of_a_grown_tree_has_the_probability_of_its_path(target):
     remember = offline_eval.tokens_on_target_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline_eval, "tokens_on_target_path", lambda tree, y: grown.append(tree) or remember(tree, y))
-        offline_eval.draft_sample(drafter, batch, own, Setting(num_steps=3, topk=3, tree_tokens=16))
+        offline_eval.draft_batch(drafter, batch, own, Setting(num_steps=3, topk=3, tree_tokens=16))
     (tree,) = grown
     c = 7  # one position is enough: all others run in the same batch
     for node in range(tree.tokens.shape[1]):
@@ -284,6 +284,32 @@ def test_order_and_split_over_ranks_change_no_bit(target):
     ranks = [run(drafter, target, samples[r::2], num_steps=4) for r in range(2)]
     assert whole.summary() == ranks[1].merge([ranks[0]]).summary()
     assert run(drafter, target, samples[::-1], num_steps=4).summary() == whole.summary()
+
+
+@pytest.mark.parametrize("setting", [
+    Setting(num_steps=3), Setting(num_steps=3, temperature=2.0), Setting(num_steps=2, topk=3, tree_tokens=8),
+], ids=["chain", "temperature", "tree"])  # fmt: skip
+def test_samples_that_share_a_batch_count_as_if_alone(target, setting):
+    """As on a GPU: the same counts, in batches of one, of several, and all in one; with samples that add nothing."""
+    drafter, lengths = entangled_drafter(), [(5, 40, 3, 30), (2, 1), (4, 60), (1, 2, 2), (3, 9, 6, 1)]
+    samples = [sample(permutation(), each, seed, index=seed) for seed, each in enumerate(lengths)]
+    samples[2].loss_mask[:] = 0
+    drafter.set_embedding(target.embed_tokens)
+    by_record, records, told = {id(s.record): s for s in samples}, [s.record for s in samples], []
+
+    def counted(tokens):
+        return evaluate(drafter, target, lambda r: by_record[id(r)], records, setting,
+                        lambda done, counts: told.append(done), tokens_per_batch=tokens)  # fmt: skip
+
+    alone = counted(1)
+    assert told == [1, 2, 3, 4, 5] and len({row[0] for row in alone.rows}) == 4
+    for tokens, calls in ((8, [1, 4, 5]), (10**6, [5])):
+        told.clear()
+        shared = counted(tokens)
+        assert told == calls
+        assert [row[:5] for row in shared.rows] == [row[:5] for row in alone.rows]
+        for row, expected in zip(shared.rows, alone.rows, strict=True):
+            np.testing.assert_allclose(row[5], expected[5], atol=1e-5)
 
 
 def test_weights_are_judged_as_exported_and_masters_come_back(target):
