@@ -36,7 +36,7 @@ from common.plots import draw_curves
 from common.progress import Progress, duration
 from common.shard_writing import write_atomically
 from common.shards import ShardReader
-from common.step_profile import StepClock, peak_tflops
+from common.step_profile import StepClock, peak_tflops, to_device, to_host
 from common.target import TargetParts, load_target_parts, model_of, text_config
 from common.train_step import GraphedStep, clipped_step, useful_flops
 from common.training_log import TrainingLog, eval_line, over_steps, read_metrics, step_figures, step_line
@@ -236,14 +236,13 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     if arguments.compile and device.type == "cuda":
         drafter.compile_parts()
     pending = None  # the step whose figures the device is still computing
-    line_time, stopped, held_out_checked, skipped_so_far = time.monotonic(), False, None, int(skipped)
+    clock, stopped, held_out_checked, skipped_so_far = None, False, None, int(skipped)
     since_line: list[dict] = []  # figures of the steps that no line has told yet
     began_at = step
 
     def finish(pending: dict) -> None:
-        nonlocal line_time, skipped_so_far
-        seconds, line_time = time.monotonic() - line_time, time.monotonic()
-        figures = step_figures(pending, seconds, peak * num_ranks if peak else None, device)
+        nonlocal skipped_so_far
+        figures = step_figures(pending, peak * num_ranks if peak else None, device)
         progress.update(pending["step"], loss=f"{figures['loss']:.4f}", tokens_per_second=figures["tokens_per_second"])
         if rank == 0:
             log.write("train", pending["step"], figures)
@@ -259,7 +258,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
                             f"(--max-skipped-steps); lower --learning-rate, or check the data")  # fmt: skip
 
     while step < total_steps and not stopped:
-        clock = StepClock(device)
+        clock = StepClock(device, clock)
         now = next(feed)
         clock.mark("fetch")
         for item in now.loaded:
@@ -274,7 +273,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         if bad > arguments.max_set_aside:
             raise UserError(f"{bad:.0f} samples failed their check (--max-set-aside {arguments.max_set_aside}): see "
                             f"{set_aside.path}; run extract.py --verify on the shards")  # fmt: skip
-        counted.copy_(torch.tensor(counts, dtype=torch.float32))  # over all ranks and batches of the step
+        to_device(counts, counted)  # over all ranks and batches of the step
         sums = torch.zeros(1 + 2 * arguments.ttt_steps, device=device)  # loss; entropy and hits of each TTT step
         for number, item in enumerate(now.loaded):
             batch = mover(item)
@@ -307,7 +306,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
             "step": step, "clock": clock, "rate": rate, "counts": counts, "tokens": tokens, "samples": samples,
             "flops": useful_flops(drafter.config, tokens, queries, predicted, pairs, arguments.ttt_steps),
             "indices": [index for item in now.loaded for index in item.indices], "set_aside": bad,
-            "sums": torch.cat((sums, norm.view(1), skipped.view(1))),
+            "sums": to_host(torch.cat((sums, norm.view(1), skipped.view(1)))),
         }  # fmt: skip
 
         evaluating = bool(held_out) and (step % arguments.eval_every == 0 or step == total_steps)
@@ -345,7 +344,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
             })  # fmt: skip
             checkpoints.prune(out, arguments.keep_checkpoints, best["step"] if best else None)
         progress.stage("")
-        line_time = time.monotonic()
+        clock = None  # the next step begins now
     feed.close()
 
     # The end.

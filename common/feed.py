@@ -9,6 +9,7 @@ counted, and its place in the batch stays empty.
 """
 
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -129,6 +130,8 @@ class Feed:
     # In the reading threads.
 
     def _load(self, records: list, buffer: PackedBatch | None, copied) -> Loaded:
+        for record in records:
+            read_ahead(record.path)
         if copied is not None:
             copied.synchronize()
         documents, set_aside = [], []
@@ -180,6 +183,20 @@ def compute_alone(threads: int) -> None:
     restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
     restoring.start()
     restoring.join()
+
+
+def read_ahead(path: Path) -> None:
+    """Let the disk read the whole file while this thread is busy with others; what is wrong with it shows later."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
 
 
 def read_sample(

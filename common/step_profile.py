@@ -1,10 +1,12 @@
-"""Where the time of a training step goes, and the arithmetic peak that MFU is measured by.
+"""Where the time of a training step goes, how its figures reach the host, and the peak that MFU is measured by.
 
 train_drafter.py marks the end of each phase; on a GPU the marks are events in its queue, read when the step is over, so
-that measuring never waits. There "fetch" and "h2d" are the times that the GPU itself stood idle for data.
+that measuring never waits. There "fetch" and "h2d" are the times that the GPU itself stood idle for data. While the GPU
+computes a step, the host prepares the next one: nothing here or in that loop may wait for what was queued last.
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -14,12 +16,19 @@ PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "H800": 989.0, "A10
 
 
 class StepClock:
-    """Marks of one step: `mark(phase)` ends a phase, which began at the mark before (or at the making of the clock)."""
+    """Marks of one step: `mark(phase)` ends a phase, which began at the mark before.
 
-    def __init__(self, device: torch.device):
+    The first phase begins where the step before ended (its clock is given), so that nothing between two steps is left
+    out, or at the making of the clock.
+    """
+
+    def __init__(self, device: torch.device, before: "StepClock | None" = None):
         self.on_gpu = device.type == "cuda"
         self.marks: list[tuple[str, object]] = []
-        self.mark("")
+        if before is None:
+            self.mark("")
+        else:
+            self.marks.append(("", before.marks[-1][1]))
 
     def mark(self, phase: str) -> None:
         if self.on_gpu:
@@ -37,6 +46,29 @@ class StepClock:
         for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
             total[phase] += before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before)
         return total
+
+
+def to_device(numbers: list[float], tensor: torch.Tensor) -> None:
+    """Overwrite a small tensor; on a GPU that is queued, and the host does not wait for what was queued before."""
+    on_gpu = tensor.device.type == "cuda"
+    tensor.copy_(torch.tensor(numbers, dtype=tensor.dtype, pin_memory=on_gpu), non_blocking=on_gpu)
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], list]:
+    """Start to copy a small tensor to the host. Returns a function that gives its numbers: it waits for what the tensor
+    is made of, not for what is queued afterwards, as `tensor.tolist()` would."""
+    if tensor.device.type != "cuda":
+        return tensor.clone().tolist
+    numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    numbers.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read():
+        copied.synchronize()
+        return numbers.tolist()
+
+    return read
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -88,15 +88,17 @@ def read_metrics(out: Path) -> list[dict]:
         raise UserError(f"{path}: expected one JSON object a line, found {error}; move the file away") from None
 
 
-def step_figures(pending: dict, seconds: float, peak_tflops: float | None, device) -> dict:
+def step_figures(pending: dict, peak_tflops: float | None, device) -> dict:
     """The figures of one step, read from the device when it is over.
 
     pending: step, clock (a `StepClock`), rate, counts (predicted tokens at each TTT step), tokens, samples, flops,
-    set_aside, and sums: loss, entropy sums [K], hits [K], gradient norm, skipped steps, one tensor on the device.
-    seconds: since the figures of the step before.  peak_tflops: of all ranks together, or None.
+    set_aside, and sums: a function that gives loss, entropy sums [K], hits [K], gradient norm and skipped steps
+    (`step_profile.to_host`).  peak_tflops: of all ranks together, or None.
     """
     counts = pending["counts"]
-    loss, *sums, norm, skipped = pending["sums"].tolist()
+    loss, *sums, norm, skipped = pending["sums"]()
+    milliseconds = pending["clock"].milliseconds()
+    seconds = sum(milliseconds.values()) / 1e3
     entropy, hits = sums[: len(counts)], sums[len(counts) :]
     return {
         "loss": loss,
@@ -115,7 +117,7 @@ def step_figures(pending: dict, seconds: float, peak_tflops: float | None, devic
         "samples_per_second": pending["samples"] / seconds,
         "mfu": pending["flops"] / seconds / (peak_tflops * 1e12) if peak_tflops else None,
         "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
-        "milliseconds": pending["clock"].milliseconds(),
+        "milliseconds": milliseconds,
     }
 
 

@@ -1,10 +1,13 @@
 """What a log line says: MFU counts the operations of the layer, and rates are those of all the steps of the line."""
 
+import time
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.packing import pack_documents
+from common.step_profile import StepClock, to_device, to_host
 from common.train_step import useful_flops
 from common.training_log import over_steps
 from tests.test_drafter import document, make
@@ -49,3 +52,27 @@ def test_a_line_over_several_steps_has_their_rates_and_their_mean_loss():
     assert one["loss"] == (2 * 300 + 6 * 100) / 400 and one["accuracy_per_step"] == [0.5, 0.0]
     assert one["samples_per_second"] == 2 and one["mfu"] == 0.3 and one["milliseconds"] == phases
     assert over_steps([small])["tokens_per_second"] == 100 and over_steps([small])["loss"] == 6.0
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_what_is_queued_later():
+    tensor = torch.ones(3, device="cuda")
+    read = to_host(tensor)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second of the device's time
+    started = time.perf_counter()
+    assert read() == [1.0] * 3
+    to_device([2.0, 3.0, 4.0], tensor)
+    later = to_host(tensor)
+    assert time.perf_counter() - started < 0.3
+    assert later() == [2.0, 3.0, 4.0] and time.perf_counter() - started > 0.3
+
+
+def test_a_step_begins_where_the_one_before_ended():
+    before = StepClock(torch.device("cpu"))
+    before.mark("optimizer")
+    time.sleep(0.05)
+    clock = StepClock(torch.device("cpu"), before)
+    clock.mark("fetch")
+    clock.mark("forward")
+    assert 50 <= clock.milliseconds()["fetch"] < 1000 and clock.milliseconds()["forward"] < 20
