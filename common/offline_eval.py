@@ -57,14 +57,13 @@ def evaluate(
     the caller left out, and counted. tick(samples done, counts so far) is called after each batch. tokens_per_batch: a
     batch is full when its samples have so many tokens; default: one sample on the CPU, TOKENS_PER_BATCH on a GPU.
     Samples with fewer than three tokens or nothing supervised add nothing. The weights are judged as export stores
-    them, rounded to bfloat16, also in the middle of training, and compiled parts run as written: shapes differ from
-    batch to batch.
+    them, rounded to bfloat16, also in the middle of training.
     """
     counts = AcceptanceCounts(setting.num_steps)
     if tokens_per_batch is None:
         tokens_per_batch = TOKENS_PER_BATCH // setting.topk if drafter.fc.weight.device.type == "cuda" else 1
     group, tokens, done = [], 0, 0
-    with rounded_weights(drafter), torch.compiler.set_stance("force_eager"):
+    with rounded_weights(drafter):
         for done, record in enumerate(records, start=1):
             sample = load(record)
             if sample is not None and int((sample.loss_mask[2:] != 0).sum()):
