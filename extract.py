@@ -293,8 +293,7 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
     if engine is not None and placement.engine_node == 0 and mine:
         folder.mkdir(exist_ok=True)
         state = {"rows": len(done), "tokens": 0, "since": time.monotonic()}
-        progress.total, progress.unit = len(rows), "conversations"
-        progress.update(state["rows"])
+        progress.begin(len(rows), "conversations", state["rows"])
         progress.stage("answering")
 
         def on_done(tokens: int):
@@ -322,7 +321,7 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
 
         for text, count in engine.loop.run_until_complete(go()).items():
             progress.note(f"{count:,} {text}")
-    progress.unit = "samples"
+    progress.begin(len(rows), "samples")
     ranks.gathered(None)  # all replicas have answered
     chats = out / "chats.jsonl"
 

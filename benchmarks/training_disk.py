@@ -7,13 +7,13 @@
 Writes shards of random states (lengths and masks of the chat mix of benchmarks/training.py) and a checkpoint of the
 parts of a target that training reads, empties them out of the page cache, measures how fast the disk reads them alone,
 and runs train_drafter.py. Prints RESULT {json}: seconds to the first step, share of the time that the GPU stood idle
-for data (medians over the second half of the steps), tokens/s, and the disk's own speed in tokens/s.
+for data and tokens/s (over the second half of the steps), and the disk's own speed in tokens/s. Kernels that an earlier
+run compiled are used again: set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to new folders to see a first start.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -90,7 +90,7 @@ def empty_page_cache(paths) -> None:
 
 
 def read_alone(paths, at_most: float) -> float:
-    """GB/s of four threads that read files one after the other and do nothing else."""
+    """GB/s of sixteen threads that read files one after the other and do nothing else."""
     started, done = time.perf_counter(), 0
 
     def read(path):
@@ -102,7 +102,7 @@ def read_alone(paths, at_most: float) -> float:
                 total += len(chunk)
         return total
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(16) as pool:
         done = sum(pool.map(read, paths))
     return done / 1e9 / (time.perf_counter() - started)
 
@@ -148,14 +148,17 @@ def main():
     if not lines:
         raise SystemExit(f"train_drafter.py ended with status {process.returncode} before its first step")
     used = lines[len(lines) // 2 :]
-    whole = [sum(line["milliseconds"].values()) for line in used]
-    waits = [line["milliseconds"]["fetch"] / total for line, total in zip(used, whole, strict=True)]
+    used = used[:-1] or used  # the last step of a pass is what was left over
+    seconds = sum(line["seconds"] for line in used)
+    waited = {phase: sum(line["milliseconds"][phase] for line in used) / 1e3 for phase in ("fetch", "h2d")}
     bytes_per_token = sum(record.bytes for record in reader.records) / sum(record.tokens for record in reader.records)
     result = dict(
         name=f"{options.dims}-disk", samples=len(paths), gigabytes=sum(r.bytes for r in reader.records) / 1e9,
         write_gb_per_s=written, disk_reads_gb_per_s=alone, disk_reads_tokens_per_s=alone * 1e9 / bytes_per_token,
-        first_step_after_s=first, steps=len(lines), waiting_median=statistics.median(waits), waiting_worst=max(waits),
-        tokens_per_second=statistics.median(line["tokens_per_second"] for line in used), mfu=used[-1]["mfu"],
+        first_step_after_s=first, steps=len(lines), waiting=sum(waited.values()) / seconds,
+        waiting_worst=max(line["milliseconds"]["fetch"] / line["seconds"] / 1e3 for line in used),
+        tokens_per_second=sum(line["tokens"] for line in used) / seconds,
+        mfu=sum(line["mfu"] * line["seconds"] for line in used) / seconds if used[0]["mfu"] else None,
         peak_memory_gb=used[-1]["peak_memory_gb"], status=process.returncode,
     )  # fmt: skip
     print("RESULT " + json.dumps(result), flush=True)

@@ -6,15 +6,14 @@
 
 The optimizer step is the same everywhere (ranks x --tokens-per-rank tokens; one GPU accumulates), so the losses must be
 too, but for rounding. Runs one rank, then DDP and FSDP2 (--shard) under torchrun, on shards that stay in the page
-cache. Prints tokens/s (median of the second half of the steps), the ratio to one rank, the largest relative difference
-of the loss, and RESULT {json}. NVLink multicast is off (NCCL_NVLS_ENABLE=0), as containers often need it.
+cache. Prints tokens/s (full steps but the first two), the ratio to one rank, the largest relative difference of the
+loss, and RESULT {json}. NVLink multicast is off (NCCL_NVLS_ENABLE=0), as containers often need it.
 """
 
 import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +72,9 @@ def main():
     }
     result = {}
     for name, lines in runs.items():
-        speed = statistics.median(line["tokens_per_second"] for line in lines[len(lines) // 2 :])
+        most = max(line["tokens"] for line in lines)
+        timed = [line for line in lines[2:] if line["tokens"] > 0.9 * most] or lines  # a pass ends in a smaller step
+        speed = sum(line["tokens"] for line in timed) / sum(line["seconds"] for line in timed)
         pairs = zip(lines, runs["one"], strict=True)
         result[name] = {
             "ranks": 1 if name == "one" else options.ranks,

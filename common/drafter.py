@@ -32,6 +32,7 @@ from common.drafter_config import MLA_SIZES, DrafterConfig
 from common.errors import UserError
 from common.losses import Teacher, ttt_cross_entropy
 from common.packing import PackedBatch
+from common.state_dtypes import code_values
 from common.ttt_attention import fused_width, ttt_attention
 from common.vocab import draft_ids, target_ids
 
@@ -108,6 +109,7 @@ class Drafter(nn.Module):
             heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
             self.sizes, self.score_scale = layer.Sizes(*heads, c.rms_norm_eps, magnitude), None
         self.register_buffer("rope_frequencies", frequencies, persistent=False)
+        self.register_buffer("code_values", torch.tensor(code_values()), persistent=False)
         self.register_buffer("embed_tokens", None, persistent=False)  # [V, H], the target's
         self.register_buffer("draft_of_target", None, persistent=False)  # [V] draft id, -1 outside
         self.register_load_state_dict_post_hook(lambda module, _keys: module._index_vocab())
@@ -207,6 +209,7 @@ class Drafter(nn.Module):
             norm=self.norm.weight,
             embed_tokens=self.embed_tokens,
             rope_frequencies=self.rope_frequencies,
+            code_values=self.code_values,
             latent=latent,
         )
 
@@ -215,7 +218,8 @@ class Drafter(nn.Module):
 
         e is d but for latent attention.
         """
-        return self._parts()[0](w, self.sizes, batch.aux_states, batch.embed_ids, batch.positions, batch.query_rows)
+        points = batch.aux_states, batch.aux_scales
+        return self._parts()[0](w, self.sizes, *points, batch.embed_ids, batch.positions, batch.query_rows)
 
     def later_step(self, w: layer.Weights, state: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor):
         """Step k > 0 up to attention, for states [C, H] of step k-1, tokens [C], rotary positions t+k [C].

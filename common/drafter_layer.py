@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from common.losses import rms_norm
 from common.rope import cos_sin, rotate
+from common.state_dtypes import widen
 
 
 class Sizes(NamedTuple):
@@ -40,6 +41,7 @@ class Weights(NamedTuple):
     norm: torch.Tensor
     embed_tokens: torch.Tensor  # [V, H], frozen
     rope_frequencies: torch.Tensor  # [d / 2]
+    code_values: torch.Tensor  # [256] float32: what each code of eight-bit states stands for
     latent: tuple = ()  # MLA: drafter_layer_mla.LatentWeights
 
 
@@ -70,8 +72,10 @@ def layer_input(w: Weights, sizes: Sizes, token_ids: torch.Tensor, state: torch.
     return torch.cat((rms_norm(embedding, w.input_norm, sizes.eps), rms_norm(state, w.hidden_norm, sizes.eps)), dim=-1)
 
 
-def fused_points(w: Weights, sizes: Sizes, aux_states: torch.Tensor) -> torch.Tensor:
-    """[T, H] the state that step 0 begins with, of capture points [T, P * H_target]."""
+def fused_points(w: Weights, sizes: Sizes, aux_states: torch.Tensor, aux_scales: torch.Tensor | None) -> torch.Tensor:
+    """[T, H] the state that step 0 begins with, of capture points [T, P * H_target], or of their codes and scales."""
+    if aux_scales is not None:
+        aux_states = widen(aux_states, aux_scales, w.code_values)
     aux_states = aux_states.to(w.fc.dtype)
     if w.fc_norm:
         points = aux_states.chunk(len(w.fc_norm), dim=-1)
@@ -80,13 +84,14 @@ def fused_points(w: Weights, sizes: Sizes, aux_states: torch.Tensor) -> torch.Te
     return F.linear(aux_states, w.fc)
 
 
-def before_attention_first(w: Weights, sizes: Sizes, aux_states, embed_ids, positions, rows):
+def before_attention_first(w: Weights, sizes: Sizes, aux_states, aux_scales, embed_ids, positions, rows):
     """Step 0, all T rows for keys and values and the C query rows for the rest.
 
-    aux_states: [T, P * H_target]; embed_ids, positions: [T]; rows: [C]. Returns query [C, heads, d], keys and values
+    aux_states: [T, P * H_target]; aux_scales: None, or [T, P] where those are codes; embed_ids, positions: [T]; rows:
+    [C]. Returns query [C, heads, d], keys and values
     [T, kv_heads, d], state of the query rows [C, H].
     """
-    state = fused_points(w, sizes, aux_states)  # [T, H]
+    state = fused_points(w, sizes, aux_states, aux_scales)  # [T, H]
     x = layer_input(w, sizes, embed_ids, state)  # [T, 2H]
     cos, sin = cos_sin(positions, w.rope_frequencies, sizes.rope_magnitude)
     width = sizes.heads * sizes.head_dim

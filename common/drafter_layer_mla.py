@@ -60,13 +60,13 @@ def _keys_values(w: layer.Weights, sizes: Sizes, down: torch.Tensor, cos, sin) -
     return _fill(torch.cat((plain, shared), dim=-1), sizes.width), _fill(values, sizes.width).contiguous()
 
 
-def before_attention_first(w: layer.Weights, sizes: Sizes, aux_states, embed_ids, positions, rows):
+def before_attention_first(w: layer.Weights, sizes: Sizes, aux_states, aux_scales, embed_ids, positions, rows):
     """Step 0; arguments as in common/drafter_layer.py.
 
     Returns query [C, heads, nope + rope], keys [T, heads, nope + rope], values [T, heads, value], state of the query
     rows [C, H].
     """
-    state = layer.fused_points(w, sizes, aux_states)  # [T, H]
+    state = layer.fused_points(w, sizes, aux_states, aux_scales)  # [T, H]
     x = layer.layer_input(w, sizes, embed_ids, state)  # [T, 2H]
     cos, sin = cos_sin(positions, w.rope_frequencies, sizes.rope_magnitude)
     query = F.linear(layer.TakeRows.apply(x, rows), w.qkv[: sizes.q_lora_rank])

@@ -17,6 +17,7 @@ from common.shard_check import status
 from common.shard_run import RunDirectory
 from common.shard_writing import cannot_write
 
+LOOK_SECONDS, WINDOW = 0.25, 40  # how often the figures are made anew, and over how many looks speeds are taken
 FEW_SAMPLES = 500  # with fewer, the trainer's defaults may hold nothing out and take a handful of steps
 
 
@@ -66,7 +67,7 @@ class Figures:
         self.started_at = time.time()
         self.samples = self.tokens = self.bytes = 0
         self.started = time.monotonic()
-        self.recent: deque = deque(maxlen=256)  # (time, tokens, bytes)
+        self.recent: deque = deque(maxlen=WINDOW)  # (time, tokens, bytes) of each look
         self.session = None
         progress.update(self.done())
         if replicas > 1 and not progress.quiet:
@@ -79,23 +80,26 @@ class Figures:
             self.progress.update(self.done())
 
     def committed(self, record) -> None:
-        """A sample became durable (or was set aside: None)."""
+        """A sample became durable (or was set aside: None). At hundreds a second, a look at each would cost much."""
         self.samples += 1
         if record is not None:
             self.tokens += record.tokens
             self.bytes += record.bytes
+        if not self.recent or time.monotonic() - self.recent[-1][0] >= LOOK_SECONDS:
+            self.look()
+
+    def look(self) -> None:
+        first = self.recent[0] if self.recent else (self.started, 0, 0)
         self.recent.append((time.monotonic(), self.tokens, self.bytes))
-        first, last = self.recent[0], self.recent[-1]
-        seconds = max(last[0] - first[0], 1e-9) if len(self.recent) > 1 else time.monotonic() - self.started
-        base = first if len(self.recent) > 1 else (0, 0, 0)
+        seconds, tokens, written = (now - before for now, before in zip(self.recent[-1], first, strict=True))
         try:
             disk = os.statvfs(self.out)
         except OSError as error:
             raise cannot_write(self.out, error) from None
         self.progress.update(
             self.done(),
-            tokens_per_second=(last[1] - base[1]) / seconds,
-            written=f"{(last[2] - base[2]) / seconds / 1e9:.3f} GB/s",
+            tokens_per_second=tokens / max(seconds, 1e-9),
+            written=f"{written / max(seconds, 1e-9) / 1e9:.3f} GB/s",
             disk_left=f"{disk.f_bavail * disk.f_frsize / 1e9:,.0f} GB",
             ring_stalled=f"{self.session.stalled_seconds() if self.session else 0:.0f} s",
         )

@@ -24,6 +24,7 @@ from common.batches import Schedule, round_up
 from common.errors import UserError
 from common.packing import PackedBatch, pack_documents
 from common.shards import Sample, ShardReader
+from common.state_dtypes import FP8
 
 SCRATCH = 256 << 20  # bytes of files that a thread reads at once into memory of its own; more are memory-mapped
 
@@ -93,9 +94,10 @@ class Feed:
 
     def _empty_document(self) -> Sample:
         """One unsupervised token: what an empty batch holds."""
-        sample = self.reader.load(self.schedule.records[0])
+        sample = self.reader.load(self.schedule.records[0], widen=False)
+        scales = None if sample.scales is None else torch.zeros_like(sample.scales[:1])
         return Sample(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
-                      [torch.zeros_like(state[:1]) for state in sample.states], None)
+                      [torch.zeros_like(state[:1]) for state in sample.states], None, scales=scales)
 
     def __iter__(self):
         return self
@@ -161,7 +163,7 @@ class Feed:
         return list(self._own.scratch[: sum(sizes)].split(sizes))
 
     def _read(self, record, room: torch.Tensor | None) -> tuple[Sample | None, str | None]:
-        """The sample, cut to the length that fits a batch, or what is wrong with it."""
+        """The sample, cut to the length that fits a batch, its points as stored; or what is wrong with it."""
         first_time = self.check and record.path not in self._checked
         sample, problem = read_sample(self.reader, record, first_time, room)
         if problem:
@@ -170,7 +172,8 @@ class Feed:
         length = self.schedule.budget.tokens
         states = [state[:length] for state in sample.states]
         rows = None if sample.last_rows is None else sample.last_rows[sample.last_rows < length]
-        return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record, rows), None
+        scales = None if sample.scales is None else sample.scales[:length]
+        return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record, rows, scales), None
 
 
 def compute_alone(threads: int) -> None:
@@ -204,13 +207,13 @@ def read_sample(
 ) -> tuple[Sample | None, str | None]:
     """(sample, None), or (None, what is wrong with it): unreadable, or with `check` also its checksum, NaN and Inf.
 
-    buffer: as in `ShardReader.load`.
+    Points in eight bits are left so. buffer: as in `ShardReader.load`.
     """
     try:
-        sample = reader.load(record, verify=check, buffer=buffer)
+        sample = reader.load(record, verify=check, buffer=buffer, widen=False)
     except UserError as error:
         return None, str(error)
-    problem = not_finite(sample.states) if check else None
+    problem = not_finite(sample.states, sample.scales) if check else None
     return (None, problem) if problem else (sample, None)
 
 
@@ -286,13 +289,21 @@ class Mover:
             self._computed.append(event)
 
 
-def not_finite(states: list[torch.Tensor]) -> str | None:
+def not_finite(states: list[torch.Tensor], scales: torch.Tensor | None = None) -> str | None:
     """Names the first NaN or Inf in the states ("state 2 of 4, row 17"), or None.
 
     A row sum in float32 is NaN or Inf when the row holds one; only then is the row itself looked at, because large
-    finite values could overflow the sum.
+    finite values could overflow the sum. scales: those of points in eight bits, which have one code for NaN and its
+    negative, and no Inf.
     """
     for number, state in enumerate(states, 1):
+        if state.dtype == FP8:
+            scale = scales[:, number - 1]
+            rows = torch.nonzero(((state.view(torch.uint8) & 0x7F) == 0x7F).any(-1) | ~scale.isfinite()).flatten()
+            if len(rows):
+                kind = "Inf" if scale[rows[0]].isinf() else "NaN"
+                return f"{kind} in state {number} of {len(states)}, row {int(rows[0])}"
+            continue
         sums = state.sum(-1, dtype=torch.float32)  # [L]
         for row in torch.nonzero(~torch.isfinite(sums)).flatten().tolist():
             if not torch.isfinite(state[row]).all():

@@ -35,7 +35,8 @@ class Document(Protocol):
     input_ids: torch.Tensor  # [L] int64
     loss_mask: torch.Tensor  # [L] int64, 1 where supervised
     states: Sequence[torch.Tensor]  # P capture points, then the last state (pre-norm): P+1 tensors [L, H_target]
-    # and, where only some rows of the last state were kept, last_rows: int64 [R]
+    # and, where only some rows of the last state were kept, last_rows: int64 [R]; where the points are float8_e4m3fn,
+    # scales: float32 [L, P]
 
 
 @dataclass
@@ -47,7 +48,7 @@ class PackedBatch:
     """
 
     embed_ids: torch.Tensor  # [T] int64: x[t+1], whose embedding position t reads at step 0; 0 at a document's end
-    aux_states: torch.Tensor  # [T, P * H_target] capture points side by side, in order
+    aux_states: torch.Tensor  # [T, P * H_target] capture points side by side, in order; uint8: codes, see aux_scales
     positions: torch.Tensor  # [T] int64: t within its own document
     query_rows: torch.Tensor  # [C] int64, ascending: the row (0..T-1) of each position that needs a query
     query_starts: torch.Tensor  # [C] int64, ascending: the row at which the query's document begins
@@ -68,6 +69,7 @@ class PackedBatch:
     num_queries: int
     num_predicted: int
     num_pairs: int  # (query, step-0 key) pairs that attention computes, for counting operations
+    aux_scales: torch.Tensor | None = None  # [T, P] float32, where aux_states are codes (`state_dtypes.widen`)
 
     @property
     def num_steps(self) -> int:
@@ -135,6 +137,10 @@ def pack_documents(
         rows = [document.loss_mask.shape[0], *(state.shape[0] for state in document.states)]
         if any(row != length for row in rows):
             raise UserError(f"document {number}: {length} tokens, but loss mask and states have {rows} rows")
+        if document.states[0].dtype != documents[0].states[0].dtype:
+            found, first = document.states[0].dtype, documents[0].states[0].dtype
+            raise UserError(f"document {number}: its states are {found}, those of document 0 {first}; give directories "
+                            f"of one --state-dtype")  # fmt: skip
     # Everything but the states is computed for all documents at once, on rows 0..N-1 of the packed sequence.
     lengths = torch.tensor([document.input_ids.shape[0] for document in documents])  # [D]
     num_tokens = int(lengths.sum())
@@ -157,7 +163,8 @@ def pack_documents(
             raise UserError(f"{len(documents)} documents need {need} {what}, the batch holds {budget}")
 
     states = documents[0].states
-    batch = _room(tokens, queries, predicted, num_steps, (len(states) - 1) * states[0].shape[1], states[0], into)
+    in_codes = getattr(documents[0], "scales", None) is not None
+    batch = _room(tokens, queries, predicted, num_steps, states, in_codes, into)
     batch.num_documents, batch.num_tokens = len(documents), num_tokens
     batch.num_queries, batch.num_predicted = len(q), len(s)
     batch.num_pairs = int((q - starts[q]).sum()) + len(q)
@@ -186,10 +193,15 @@ def pack_documents(
         require_kept(number, document, rows)
         *points, last = document.states
         here, first = slice(first, first + len(last)), first + len(last)
+        if in_codes:
+            points = [point.view(torch.uint8) for point in points]
+            batch.aux_scales[here] = document.scales
         torch.cat(points, 1, out=batch.aux_states[here])
         batch.last_states[prediction : prediction + len(rows)] = last.index_select(0, rows)
         prediction += len(rows)
     batch.aux_states[num_tokens:] = 0
+    if in_codes:
+        batch.aux_scales[num_tokens:] = 0
     batch.last_states[prediction:] = 0
     return batch
 
@@ -220,13 +232,17 @@ def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
 
 
 def _room(
-    tokens: int, queries: int, predicted: int, num_steps: int, aux_width: int, state: torch.Tensor,
+    tokens: int, queries: int, predicted: int, num_steps: int, states: Sequence[torch.Tensor], in_codes: bool,
     into: PackedBatch | None,
 ) -> PackedBatch:  # fmt: skip
-    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right."""
+    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right.
+
+    states: those of one document; in_codes: whether its points are in eight bits."""
+    points, last = len(states) - 1, states[-1]
+    scales = {"aux_scales": ((tokens, points), torch.float32)} if in_codes else {}
     shapes = {
         "embed_ids": ((tokens,), torch.int64),
-        "aux_states": ((tokens, aux_width), state.dtype),
+        "aux_states": ((tokens, points * states[0].shape[1]), torch.uint8 if in_codes else states[0].dtype),
         "positions": ((tokens,), torch.int64),
         "query_rows": ((queries,), torch.int64),
         "query_starts": ((queries,), torch.int64),
@@ -234,11 +250,11 @@ def _room(
         "counts": ((queries, num_steps), torch.bool),
         "teacher_rows": ((queries, num_steps), torch.int64),
         "query_documents": ((queries,), torch.int64),
-        "last_states": ((predicted, state.shape[1]), state.dtype),
+        "last_states": ((predicted, last.shape[1]), last.dtype),
         "predicted_ids": ((predicted,), torch.int64),
         "slots": ((predicted, num_steps), torch.int64),
         "weights": ((predicted, num_steps), torch.float32),
-    }
+    } | scales
     if into is None:
         made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     else:

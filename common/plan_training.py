@@ -11,7 +11,7 @@ from common.plan import H200_TFLOPS
 from common.progress import duration
 
 TTT_STEPS, DRAFT_VOCAB, TOKENS_PER_STEP, BUFFERS = 7, 32_000, 65_536, 4  # buffers: one in use, three read ahead
-MEASURED_SHARE = 0.72  # of H200_TFLOPS, reached by a training step at Kimi-K2.5 dimensions (benchmarks/LOG.md)
+MEASURED_SHARE = 0.73  # of H200_TFLOPS, reached by a training step at Kimi-K2.5 dimensions (benchmarks/LOG.md)
 DISK_GB_PER_SECOND = 1.3  # one drive of the machine the figures come from; several drives add up
 
 

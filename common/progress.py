@@ -108,6 +108,13 @@ class Progress:
                 self._stage, self._stage_started = "", now
             self.done = done
 
+    def begin(self, total: int, unit: str, done: int | None = None) -> None:
+        """Another count begins: of `total` units `done` are finished already. Figures and the ETA start afresh."""
+        with self._lock:
+            self.total, self.unit, self.done = total, unit, done
+            self.figures.clear()
+            self._first_gain = self._last_gain = None
+
     def note(self, line: str) -> None:
         """Prints one line that stays (above the bar on a terminal)."""
         with self._lock:

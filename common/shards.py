@@ -75,9 +75,10 @@ class Record:
     time: float | None = None  # unix seconds of the commit
 
 
-Sample = namedtuple("Sample", "input_ids loss_mask states record last_rows", defaults=(None,))
+Sample = namedtuple("Sample", "input_ids loss_mask states record last_rows scales", defaults=(None, None))
 Sample.__doc__ = """input_ids, loss_mask: int64 [L]; states: P+1 tensors [L, H], points in order, last state at the end.
-last_rows: int64 [R], the only rows at which the last state was kept (it is zero elsewhere); None: all were."""
+last_rows: int64 [R], the only rows at which the last state was kept (it is zero elsewhere); None: all were.
+scales: float32 [L, P] where the points are left in eight bits (`load(widen=False)`), else None."""
 
 
 def last_state_rows(loss_mask: "torch.Tensor") -> "torch.Tensor":
@@ -221,18 +222,21 @@ class ShardReader:
             self._must_agree(out, info)
             self.records += records
 
-    def load(self, record: Record, verify: bool = False, buffer: "torch.Tensor | None" = None) -> Sample:
+    def load(
+        self, record: Record, verify: bool = False, buffer: "torch.Tensor | None" = None, widen: bool = True
+    ) -> Sample:
         """The sample of `record`, memory-mapped; tensors outlive the reader; arrow states are strided.
 
-        `verify` first reads the whole file and compares its xxh3-128. buffer: uint8, of `record.bytes` or more; a v1
-        file is read into it, and the sample lies there. UserError names a file that is missing, damaged or of another
-        shape than its manifest line says.
+        Points stored in eight bits are widened to bfloat16, unless `widen` is False: then they are left as they are,
+        float8_e4m3fn, with their scales beside them. `verify` first reads the whole file and compares its xxh3-128.
+        buffer: uint8, of `record.bytes` or more; a v1 file is read into it, and the sample lies there. UserError names
+        a file that is missing, damaged or of another shape than its manifest line says.
         """
         if verify and record.xxh3 is not None and (problem := file_problem(record)):
             raise UserError(f"{record.path}: {problem}; {REDO}")
         with readable(record.path):
             input_ids, loss_mask, states, scales = self._read(record, True, buffer)
-            states = widened(states, scales)
+            states, scales = widened(states, scales, points=widen)
             self._must_be_alike(record, states)
         last_rows = None
         if len(states[-1]) != len(input_ids):
@@ -246,7 +250,7 @@ class ShardReader:
             raise UserError(
                 f"{record.path}: expected {record.tokens} tokens, found rows {lengths} in ids, mask and states"
             )
-        return Sample(input_ids, loss_mask, states, record, last_rows)
+        return Sample(input_ids, loss_mask, states, record, last_rows, scales)
 
     def _must_be_alike(self, record: Record, states: "list[torch.Tensor]") -> None:
         """UserError unless a sample has as many states, and as wide, as the first that was read."""
@@ -362,20 +366,25 @@ def read_saved(record: Record, with_states: bool, buffer: "torch.Tensor | None")
     return saved or torch.load(record.path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None") -> "list[torch.Tensor]":
-    """The states [L, H] with those stored in eight bits as bfloat16.
+def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None", points: bool = True) -> tuple:
+    """The P+1 states [L, H] with those stored in eight bits as bfloat16, and None. points: False widens the last state
+    alone, and gives the scales [L, P] of the points, if they are in eight bits.
 
     scales: [L, P] of our v1 files, [L, P+1, 1] of our Arrow ones; [L, 1, 1], one a token, where hs_connectors wrote.
     """
     if scales is None:
         if any(state.dtype.itemsize == 1 for state in states):
             raise UserError("states in eight bits, but no scales beside them; its writer left them out")
-        return states
+        return states, None
+    import torch
+
     from common.state_dtypes import FP8, dequantise
 
     scales = scales.flatten(1)
     of = [scales[:, min(k, scales.shape[1] - 1), None] for k in range(len(states))]
-    return [dequantise(s, scale) if s.dtype == FP8 else s for s, scale in zip(states, of, strict=True)]
+    left = 0 if points else len(states) - 1  # states that are left as they are
+    wide = [dequantise(s, scale) if s.dtype == FP8 else s for s, scale in zip(states[left:], of[left:], strict=True)]
+    return states[:left] + wide, torch.cat(of[:left], 1) if left else None
 
 
 def token_hash(ids: Iterable[int]) -> str:

@@ -3,7 +3,8 @@
 `fp8` stores the capture points as float8_e4m3fn codes with one float32 scale a token and point, its largest magnitude
 / 448, and the last state, from which the teacher is computed, in bfloat16. The other dtypes store every tensor alike.
 States are rounded where they are born (common/tap.py, on the device) and widened to bfloat16 where they are read
-(common/shards.py); a code is within 2^-4 of its value, or within half a step of the subnormals (2^-10) times the scale.
+(common/shards.py), or, in training, where they are used (`widen`, on the device); a code is within 2^-4 of its value,
+or within half a step of the subnormals (2^-10) times the scale.
 """
 
 import functools
@@ -56,6 +57,13 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     the time that a conversion takes."""
     wide = torch.from_numpy(code_values()[codes.view(torch.uint8).numpy()])
     return wide.mul_(scales).to(torch.bfloat16)
+
+
+def widen(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [T, P * H] of codes uint8 [T, P * H] with scales float32 [T, P], on any device: to the bit what
+    `dequantise` gives. values: `code_values()` as a tensor there, so that the device need not know float8."""
+    wide = values[codes.int()].unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
+    return wide.to(torch.bfloat16).flatten(1)
 
 
 @functools.cache

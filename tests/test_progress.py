@@ -81,6 +81,22 @@ def test_a_terminal_gets_a_bar(tmp_path):
     assert output.count(b"\x1b[?25h") >= 1, "the cursor was not given back"
 
 
+def test_another_count_has_its_own_figures_and_its_own_eta():
+    progress = Progress("extract", 1000, unit="conversations", quiet=True)
+    for done in (0, 1, 2):
+        progress.update(done, new_tokens_per_second=30.0)
+        time.sleep(0.3)
+    assert progress.eta_seconds() > 100 and "new tokens/s" in progress.line()
+    progress.begin(10, "samples", 4)
+    assert progress.eta_seconds() is None
+    assert "4/10 samples (40%)" in progress.line() and "new tokens/s" not in progress.line()
+    for done in (5, 6):
+        time.sleep(0.1)
+        progress.update(done)
+    assert progress.eta_seconds() < 2
+    progress.close()
+
+
 def test_the_heartbeat_is_whole_at_any_moment(tmp_path):
     beat_file = tmp_path / "beat.json"
     progress = Progress("train", 10**6, unit="steps", heartbeat=beat_file, quiet=True)

@@ -8,13 +8,23 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.feed import not_finite
 from common.offline_eval import Setting, evaluate, evaluation_target
 from common.packing import pack_documents
 from common.shard_check import FILE_OVERHEAD_BYTES, bytes_per_token, plan_bytes, status, status_text, verify
 from common.shard_run import RunDirectory
 from common.shard_writing import write_sample
 from common.shards import Record, ShardReader, last_state_rows, token_hash
-from common.state_dtypes import FP8, dequantise, rounded_to_fp8, scale_of, stored_dtypes, to_stored
+from common.state_dtypes import (
+    FP8,
+    code_values,
+    dequantise,
+    rounded_to_fp8,
+    scale_of,
+    stored_dtypes,
+    to_stored,
+    widen,
+)
 from tests import training_fixtures as small
 from tests.speculators_directory import ENVIRONMENT, installed
 
@@ -104,6 +114,21 @@ def test_a_gpu_makes_the_same_codes():
         assert torch.equal(scale_of(there[1]).cpu(), scale_of(here[1]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [["--cuda-graphs", "True"], ["--compile", "False"]])
+def test_a_gpu_learns_from_codes_as_the_cpu_does(samples, tmp_path, options):
+    target = small.write_target(tmp_path / "target")
+    shards, losses = write(tmp_path / "states", samples, "fp8", model=str(target)), []
+    for device in ("cpu", "cuda"):
+        small.train_here(
+            None, "--data", shards, "--output", tmp_path / device, "--max-steps", 4, "--tokens-per-step", 192,
+            "--eval-fraction", 0, after=["--device", device, *(options if device == "cuda" else [])],
+        )  # fmt: skip
+        lines = map(json.loads, (tmp_path / device / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
 @pytest.mark.parametrize("layout", ["v1", "arrow"])
 def test_what_is_read_of_eight_bits(samples, tmp_path, layout):
     out = write(tmp_path / "states", samples, "fp8", layout)
@@ -124,6 +149,55 @@ def test_what_is_read_of_eight_bits(samples, tmp_path, layout):
         assert [state.dtype for state in saved["hidden_states"]] == [FP8, FP8, FP8, torch.bfloat16]
     with pytest.raises(UserError, match="dtype was 'fp8', is now 'bfloat16'"):
         write(out, samples, "bfloat16", layout)
+
+
+@pytest.mark.parametrize("layout", ["v1", "arrow"])
+def test_training_widens_codes_to_the_same_bits(samples, tmp_path, layout):
+    """Left in eight bits until the layer reads them, in a batch with padding, a cut document, and compiled."""
+    reader = ShardReader(write(tmp_path / "states", samples, "fp8", layout))
+    read = [reader.load(record) for record in reader.records]
+    kept = [reader.load(record, widen=False) for record in reader.records]
+    assert [state.dtype for state in kept[0].states] == [FP8] * 3 + [torch.bfloat16]
+    room = dict(tokens=700, queries=600)
+    wide, codes = pack_documents(read, 3, **room), pack_documents(kept, 3, **room)
+    codes = pack_documents(kept, 3, **room, into=codes)
+    assert codes.aux_states.dtype == torch.uint8 and codes.aux_scales.shape == (700, 3) and wide.aux_scales is None
+    values = torch.tensor(code_values())
+    for run in (widen, torch.compile(widen, fullgraph=True)):
+        assert torch.equal(run(codes.aux_states, codes.aux_scales, values), wide.aux_states)
+    for name, tensor in wide.tensors().items():
+        assert name == "aux_states" or torch.equal(codes.tensors()[name], tensor), name
+    with pytest.raises(UserError, match="document 1: its states are torch.bfloat16, .*float8_e4m3fn"):
+        pack_documents([kept[0], read[1]], 3)
+
+
+def test_a_drafter_learns_the_same_from_codes_as_from_what_they_stand_for(samples, tmp_path):
+    """Losses and held-out figures of train_drafter.py, to the bit."""
+    target, runs = small.write_target(tmp_path / "target"), {}
+    rounded = [(ids, mask, [*map(rounded_to_fp8, states[:-1]), states[-1]]) for ids, mask, states in samples]
+    for dtype, some in (("fp8", samples), ("bfloat16", rounded)):
+        shards = write(tmp_path / dtype, some, dtype, model=str(target))
+        small.train_here(
+            None, "--data", shards, "--output", tmp_path / f"drafter-{dtype}", "--max-steps", 3,
+            "--tokens-per-step", 192, "--eval-fraction", 0.4,
+        )  # fmt: skip
+        lines = map(json.loads, (tmp_path / f"drafter-{dtype}" / "metrics.jsonl").read_text().splitlines())
+        runs[dtype] = [(line.get("loss"), line.get("tau"), line.get("step0_accuracy")) for line in lines]
+    assert runs["fp8"] == runs["bfloat16"] and len(runs["fp8"]) == 4
+
+
+def test_codes_and_scales_that_are_not_finite_are_named():
+    states = [torch.randn(4, 8).to(FP8), torch.randn(4, 8).to(FP8), torch.randn(4, 8)]
+    states[1][0, 0] = 448.0  # the largest code
+    scales = torch.ones(4, 2)
+    assert not_finite(states, scales) is None
+    scales[3, 1] = float("inf")
+    assert not_finite(states, scales) == "Inf in state 2 of 3, row 3"
+    states[1].view(torch.uint8)[2, 5] = 0xFF
+    assert not_finite(states, scales) == "NaN in state 2 of 3, row 2"
+    states[2][1, 1] = float("nan")
+    states[1], scales = states[0], torch.ones(4, 2)
+    assert not_finite(states, scales) == "NaN in state 3 of 3, row 1"
 
 
 READ_FP8 = """
