@@ -20,13 +20,15 @@ runs() {  # name, program and its arguments
     echo "kimi benchmarks/extraction.py --dims kimi --prompts 96 --returned 8 --ram $ram/kimi --disk $work/kimi"
     echo "story benchmarks/end_to_end.py --model $model --work $work/story --train '$train --eval-every 500 --max-steps 5000'" \
         "${PROMPTS:+--prompts $PROMPTS}"
-    echo "small benchmarks/extraction.py --model $model --data $work/story/states/chats.jsonl --prompts 12000 --writers 4" \
+    echo "small benchmarks/extraction.py --model $model --data $work/story/states/chats.jsonl --prompts 8000 --writers 4" \
         "--returned 8 --ram $ram/small --disk $work/small"
     echo "fp8 benchmarks/state_dtypes.py --states $work/story/states --work $work/fp8 --seeds 3 $train --max-steps 1500"
     echo "training benchmarks/training.py --together"
-    echo "disk benchmarks/training_disk.py --work $work/disk --dims kimi --samples 200"
-    echo "cold benchmarks/training_disk.py --work $work/disk --dims smollm2 --samples 10000 --length 48 --steps 2"
-    [ "$gpus" -gt 1 ] && echo "gpus benchmarks/training_gpus.py --work $work/gpus --dims kimi --samples 100 --ranks 2"
+    echo "disk benchmarks/training_disk.py --work $work/disk --dims kimi --samples 300"
+    echo "disk-dense benchmarks/training_disk.py --work $work/disk-dense --dims kimi --length 2048 --samples 150"
+    echo "cold benchmarks/training_disk.py --work $work/cold --dims smollm2 --samples 10000 --length 48 --steps 2"
+    [ "$gpus" -gt 1 ] && echo "gpus benchmarks/training_gpus.py --work $work/gpus --dims kimi --samples 200 --ranks 2" \
+        "--tokens-per-rank 16384"
 }
 
 failed=0
@@ -34,6 +36,7 @@ while read -r name command; do
     [ $# -gt 0 ] && [[ " $* " != *" $name "* ]] && continue
     echo "== $name: $command"
     started=$SECONDS
+    [ "$name" = cold ] && export TORCHINDUCTOR_CACHE_DIR=$work/cold/inductor TRITON_CACHE_DIR=$work/cold/triton
     eval "$python $command" >"$work/$name.txt" 2>&1 </dev/null || { echo "FAILED, see $work/$name.txt"; failed=1; }
     grep -v '^RESULT' "$work/$name.txt" | tail -25
     echo "== $name took $((SECONDS - started)) s"

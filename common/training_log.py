@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.shard_writing import write_atomically
+from common.shard_writing import cannot_write, write_atomically
 
 
 class TrainingLog:
@@ -38,12 +38,16 @@ class TrainingLog:
                                     id=out.resolve().name)  # fmt: skip
 
     def write(self, kind: str, step: int, figures: dict) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step, **strict(figures)}) + "\n")
-        self.file.flush()
+        """UserError where the disk is full: a checkpoint could not be written either."""
         flat = {f"{kind}/{name}": value for name, value in flatten(figures)}
-        if self.tensorboard is not None:
-            for name, value in flat.items():
-                self.tensorboard.add_scalar(name, value, step)
+        try:
+            self.file.write(json.dumps({"kind": kind, "step": step, **strict(figures)}) + "\n")
+            self.file.flush()
+            if self.tensorboard is not None:
+                for name, value in flat.items():
+                    self.tensorboard.add_scalar(name, value, step)
+        except OSError as error:
+            raise cannot_write(self.path.parent, error) from None
         if self.wandb is not None:
             self.wandb.log(flat, step=step)
 

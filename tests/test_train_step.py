@@ -1,15 +1,17 @@
-"""What a log line says: MFU counts the operations of the layer, and rates are those of all the steps of the line."""
+"""What a training run says of itself: operations, rates, phases, and what becomes of the log on a full disk."""
 
+import resource
 import time
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from common.errors import UserError
 from common.packing import pack_documents
 from common.step_profile import StepClock, to_device, to_host
 from common.train_step import useful_flops
-from common.training_log import over_steps
+from common.training_log import TrainingLog, over_steps, read_metrics
 from tests.test_drafter import document, make
 
 
@@ -52,6 +54,20 @@ def test_a_line_over_several_steps_has_their_rates_and_their_mean_loss():
     assert one["loss"] == (2 * 300 + 6 * 100) / 400 and one["accuracy_per_step"] == [0.5, 0.0]
     assert one["samples_per_second"] == 2 and one["mfu"] == 0.3 and one["milliseconds"] == phases
     assert over_steps([small])["tokens_per_second"] == 100 and over_steps([small])["loss"] == 6.0
+
+
+def test_a_full_disk_under_the_log_is_one_line_and_whole_steps_stay(tmp_path):
+    log = TrainingLog(tmp_path, 0, tensorboard=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+        with pytest.raises(UserError, match="cannot write there .File too large"):
+            for step in range(1, 20):
+                log.write("train", step, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 200, "the last line is cut off, or this shows nothing"
 
 
 @pytest.mark.gpu
