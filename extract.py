@@ -321,7 +321,8 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
 
         for text, count in engine.loop.run_until_complete(go()).items():
             progress.note(f"{count:,} {text}")
-    progress.begin(len(rows), "samples")
+        progress.begin(len(rows), "samples")
+        progress.stage("waiting for the other replicas" if placement.replicas > 1 else "collecting answers")
     ranks.gathered(None)  # all replicas have answered
     chats = out / "chats.jsonl"
 

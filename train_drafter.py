@@ -294,8 +294,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         rate = learning_rate(arguments, step, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        clip = ranks.clipped_step_sharded if arguments.shard else clipped_step
-        norm, skip = clip(optimizer, arguments.clip_norm)  # a non-finite gradient changes nothing and is counted
+        norm, skip = clipped_step(optimizer, arguments.clip_norm)  # a non-finite gradient changes nothing, and counts
         optimizer.zero_grad(set_to_none=not graphs)
         skipped += skip
         clock.mark("optimizer")

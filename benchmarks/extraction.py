@@ -284,7 +284,7 @@ def main() -> None:
             speed = disk_speed(args.disk, found["bytes"] // len(prompts), min(len(prompts), 64), 8)
             add("capture to disk", found.pop("seconds"), tokens, **found, disk_gb_per_second=speed)
         synchronous_out.mkdir(parents=True, exist_ok=True)
-        half = prompts[: len(prompts) // 2]
+        half = prompts[: (len(prompts) + 1) // 2]
         seconds, _ = generate(engine, half, PER_REQUEST)
         add("one .pt a request", seconds, sum(len(prompt.input_ids) for prompt in half))
         assert len(list(synchronous_out.glob("*.pt"))) >= len(half), "the synchronous hook saved too few files"

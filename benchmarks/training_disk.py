@@ -156,7 +156,7 @@ def main():
         name=f"{options.dims}-disk", samples=len(paths), gigabytes=sum(r.bytes for r in reader.records) / 1e9,
         write_gb_per_s=written, disk_reads_gb_per_s=alone, disk_reads_tokens_per_s=alone * 1e9 / bytes_per_token,
         first_step_after_s=first, steps=len(lines), waiting=sum(waited.values()) / seconds,
-        waiting_worst=max(line["milliseconds"]["fetch"] / line["seconds"] / 1e3 for line in used),
+        waiting_worst=max(sum(line["milliseconds"][p] for p in waited) / line["seconds"] / 1e3 for line in used),
         tokens_per_second=sum(line["tokens"] for line in used) / seconds,
         mfu=sum(line["mfu"] * line["seconds"] for line in used) / seconds if used[0]["mfu"] else None,
         peak_memory_gb=used[-1]["peak_memory_gb"], status=process.returncode,

@@ -65,7 +65,7 @@ class Figures:
     def __init__(self, progress: Progress, out: Path, done_before: int, replicas: int):
         self.progress, self.out, self.done_before = progress, out, done_before
         self.started_at = time.time()
-        self.samples = self.tokens = self.bytes = 0
+        self.samples = self.tokens = self.bytes = self.others = 0
         self.started = time.monotonic()
         self.recent: deque = deque(maxlen=WINDOW)  # (time, tokens, bytes) of each look
         self.session = None
@@ -80,32 +80,37 @@ class Figures:
             self.progress.update(self.done())
 
     def committed(self, record) -> None:
-        """A sample became durable (or was set aside: None). At hundreds a second, a look at each would cost much."""
+        """A sample became durable (or was set aside: None). At hundreds a second, a look at disk and replicas for each
+        would cost much."""
         self.samples += 1
         if record is not None:
             self.tokens += record.tokens
             self.bytes += record.bytes
         if not self.recent or time.monotonic() - self.recent[-1][0] >= LOOK_SECONDS:
             self.look()
+        else:
+            self.progress.update(self.done_before + self.samples + self.others)
 
     def look(self) -> None:
-        first = self.recent[0] if self.recent else (self.started, 0, 0)
         self.recent.append((time.monotonic(), self.tokens, self.bytes))
-        seconds, tokens, written = (now - before for now, before in zip(self.recent[-1], first, strict=True))
+        seconds, tokens, written = (x - y for x, y in zip(self.recent[-1], self.recent[0], strict=True))
+        speeds = {}
+        if seconds:  # from the second look on
+            speeds = {"tokens_per_second": tokens / seconds, "written": f"{written / seconds / 1e9:.3f} GB/s"}
         try:
             disk = os.statvfs(self.out)
         except OSError as error:
             raise cannot_write(self.out, error) from None
         self.progress.update(
             self.done(),
-            tokens_per_second=tokens / max(seconds, 1e-9),
-            written=f"{written / max(seconds, 1e-9) / 1e9:.3f} GB/s",
+            **speeds,
             disk_left=f"{disk.f_bavail * disk.f_frsize / 1e9:,.0f} GB",
             ring_stalled=f"{self.session.stalled_seconds() if self.session else 0:.0f} s",
         )
 
     def done(self) -> int:
-        return self.done_before + self.samples + sum(self.of_others())
+        self.others = sum(self.of_others())
+        return self.done_before + self.samples + self.others
 
     def of_others(self):
         """Samples that the other replicas have done, from their heartbeats."""

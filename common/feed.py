@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,6 +71,8 @@ class Feed:
                  check: bool = True):
         self.reader, self.schedule, self.num_steps, self.check = reader, schedule, num_steps, check
         self.pinned = pinned
+        # Codes of eight bits are packed as they are where all samples have them; other engines' directories may not.
+        self.widen = bool(reader.foreign) or reader.info.get("dtype") != "fp8"
         self._checked: set[str] = set()
         self._pool = ThreadPoolExecutor(workers, "feed", compute_alone, (torch.get_num_threads(),))
         self._own = threading.local()  # scratch: uint8, where a thread reads the files of a batch
@@ -94,7 +97,7 @@ class Feed:
 
     def _empty_document(self) -> Sample:
         """One unsupervised token: what an empty batch holds."""
-        sample = self.reader.load(self.schedule.records[0], widen=False)
+        sample = self.reader.load(self.schedule.records[0], widen=self.widen)
         scales = None if sample.scales is None else torch.zeros_like(sample.scales[:1])
         return Sample(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
                       [torch.zeros_like(state[:1]) for state in sample.states], None, scales=scales)
@@ -163,9 +166,9 @@ class Feed:
         return list(self._own.scratch[: sum(sizes)].split(sizes))
 
     def _read(self, record, room: torch.Tensor | None) -> tuple[Sample | None, str | None]:
-        """The sample, cut to the length that fits a batch, its points as stored; or what is wrong with it."""
+        """The sample, cut to the length that fits a batch, or what is wrong with it."""
         first_time = self.check and record.path not in self._checked
-        sample, problem = read_sample(self.reader, record, first_time, room)
+        sample, problem = read_sample(self.reader, record, first_time, room, self.widen)
         if problem:
             return None, problem
         self._checked.add(record.path)
@@ -189,28 +192,21 @@ def compute_alone(threads: int) -> None:
 
 
 def read_ahead(path: Path) -> None:
-    """Let the disk read the whole file while this thread is busy with others; what is wrong with it shows later."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(descriptor)
+    """Let the disk read the whole file while this thread is busy with others. It is advice: whatever is wrong with the
+    file, or with advice on its file system, shows when it is read."""
+    with suppress(OSError, AttributeError), open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read_sample(
-    reader: ShardReader, record, check: bool, buffer: torch.Tensor | None = None
+    reader: ShardReader, record, check: bool, buffer: torch.Tensor | None = None, widen: bool = True
 ) -> tuple[Sample | None, str | None]:
     """(sample, None), or (None, what is wrong with it): unreadable, or with `check` also its checksum, NaN and Inf.
 
-    Points in eight bits are left so. buffer: as in `ShardReader.load`.
+    buffer, widen: as in `ShardReader.load`.
     """
     try:
-        sample = reader.load(record, verify=check, buffer=buffer, widen=False)
+        sample = reader.load(record, verify=check, buffer=buffer, widen=widen)
     except UserError as error:
         return None, str(error)
     problem = not_finite(sample.states, sample.scales) if check else None

@@ -27,7 +27,7 @@ from common.packing import PackedBatch, pack_documents
 from common.target import TargetParts
 from common.vocab import target_ids
 
-TOKENS_PER_BATCH = 16384  # of the samples that share a batch on a GPU; a tree's branches count as so many tokens
+TOKENS_PER_BATCH = 8192  # of the samples that share a batch on a GPU; a tree's branches count as so many tokens
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def evaluate(
     """
     counts = AcceptanceCounts(setting.num_steps)
     if tokens_per_batch is None:
-        tokens_per_batch = TOKENS_PER_BATCH // setting.topk if drafter.fc.weight.device.type == "cuda" else 1
+        on_gpu = drafter.fc.weight.device.type == "cuda"
+        tokens_per_batch = max(1, TOKENS_PER_BATCH // setting.topk) if on_gpu else 1
     group, tokens, done = [], 0, 0
     with rounded_weights(drafter):
         for done, record in enumerate(records, start=1):

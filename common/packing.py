@@ -138,9 +138,11 @@ def pack_documents(
         if any(row != length for row in rows):
             raise UserError(f"document {number}: {length} tokens, but loss mask and states have {rows} rows")
         if document.states[0].dtype != documents[0].states[0].dtype:
-            found, first = document.states[0].dtype, documents[0].states[0].dtype
-            raise UserError(f"document {number}: its states are {found}, those of document 0 {first}; give directories "
-                            f"of one --state-dtype")  # fmt: skip
+            names = [getattr(each, "record", None) and each.record.path for each in (document, documents[0])]
+            raise UserError(
+                f"{names[0] or f'document {number}'}: its states are {document.states[0].dtype}, those of "
+                f"{names[1] or 'document 0'} {documents[0].states[0].dtype}; give directories of one --state-dtype"
+            )
     # Everything but the states is computed for all documents at once, on rows 0..N-1 of the packed sequence.
     lengths = torch.tensor([document.input_ids.shape[0] for document in documents])  # [D]
     num_tokens = int(lengths.sum())
@@ -261,5 +263,6 @@ def _room(
         made = into.tensors()
         for name, (shape, dtype) in shapes.items():
             if tuple(made[name].shape) != shape or made[name].dtype != dtype:
-                raise UserError(f"pack_documents(into=...): {name} is {tuple(made[name].shape)}, expected {shape}")
+                found = f"{made[name].dtype} {tuple(made[name].shape)}"
+                raise UserError(f"pack_documents(into=...): {name} is {found}, expected {dtype} {shape}")
     return PackedBatch(**made, num_documents=0, num_tokens=0, num_queries=0, num_predicted=0, num_pairs=0)

@@ -96,7 +96,9 @@ def distribute(drafter: nn.Module, shard: bool) -> nn.Module:
         return fully_shard(drafter, mesh=init_device_mesh(kind, (dist.get_world_size(),)), reshard_after_forward=False)
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(drafter, broadcast_buffers=False, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(drafter, broadcast_buffers=False, gradient_as_bucket_view=True)
+    wrapped._set_ddp_runtime_logging_sample_rate(10**9)  # each such look at the clock waits for the device
+    return wrapped
 
 
 @contextmanager
@@ -123,17 +125,3 @@ def whole_weights(drafter: nn.Module):
     finally:
         if sharded:
             drafter.reshard()
-
-
-@torch.no_grad()
-def clipped_step_sharded(optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`train_step.clipped_step` for weights sharded by FSDP2: (norm before clipping, 1.0 if the step was skipped).
-
-    It asks the host whether the norm is finite, which waits for the device once a step.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm).full_tensor()
-    finite = norm.isfinite()
-    if finite:
-        optimizer.step()
-    return norm, 1.0 - finite.float()

@@ -372,17 +372,19 @@ def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None", points:
 
     scales: [L, P] of our v1 files, [L, P+1, 1] of our Arrow ones; [L, 1, 1], one a token, where hs_connectors wrote.
     """
-    if scales is None:
-        if any(state.dtype.itemsize == 1 for state in states):
-            raise UserError("states in eight bits, but no scales beside them; its writer left them out")
-        return states, None
     import torch
 
     from common.state_dtypes import FP8, dequantise
 
+    if strange := {state.dtype for state in states if state.dtype.itemsize == 1} - {FP8}:
+        raise UserError(f"states in {strange.pop()}; of eight bits only {FP8} can be read")
+    if scales is None:
+        if any(state.dtype == FP8 for state in states):
+            raise UserError("states in eight bits, but no scales beside them; its writer left them out")
+        return states, None
     scales = scales.flatten(1)
     of = [scales[:, min(k, scales.shape[1] - 1), None] for k in range(len(states))]
-    left = 0 if points else len(states) - 1  # states that are left as they are
+    left = 0 if points or states[0].dtype != FP8 else len(states) - 1  # states that are left as they are
     wide = [dequantise(s, scale) if s.dtype == FP8 else s for s, scale in zip(states[left:], of[left:], strict=True)]
     return states[:left] + wide, torch.cat(of[:left], 1) if left else None
 

@@ -61,7 +61,11 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def widen(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """bfloat16 [T, P * H] of codes uint8 [T, P * H] with scales float32 [T, P], on any device: to the bit what
-    `dequantise` gives. values: `code_values()` as a tensor there, so that the device need not know float8."""
+    `dequantise` gives (compiled code may leave out the rounding to bfloat16 before a norm). values: `code_values()` as
+    a tensor there, so that the device need not know float8."""
+    if not torch.compiler.is_compiling() and len(codes) > ROWS_AT_ONCE:
+        parts = zip(codes.split(ROWS_AT_ONCE), scales.split(ROWS_AT_ONCE), strict=True)
+        return torch.cat([widen(*part, values) for part in parts])
     wide = values[codes.int()].unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
     return wide.to(torch.bfloat16).flatten(1)
 

@@ -61,7 +61,7 @@ def to_host(tensor: torch.Tensor) -> Callable[[], list]:
         return tensor.clone().tolist
     numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     numbers.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event(blocking=True)  # the processor is for the reading threads while this one waits
     copied.record()
 
     def read():

@@ -7,6 +7,7 @@ the device (`clipped_step`). Called by train_drafter.py and benchmarks/training.
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from common.drafter import DrafterConfig, ttt_loss
 from common.losses import Teacher
@@ -58,11 +59,12 @@ def clipped_step(optimizer: torch.optim.AdamW, max_norm: float) -> tuple[torch.T
     """Clip to the global norm and step, in one pass over the gradients; a non-finite norm changes nothing.
 
     The fused kernel divides gradients by `grad_scale` and does nothing where `found_inf` is 1 (the hooks that
-    torch.amp.GradScaler uses), so neither needs a separate pass or the host. Gradients must be plain tensors on one
-    device. Returns (norm before clipping, 1.0 if the step was skipped), on the device.
+    torch.amp.GradScaler uses), so neither needs a separate pass or the host. Gradients are on one device, whole or
+    sharded by FSDP2. Returns (norm before clipping, 1.0 if the step was skipped), on the device.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, foreach=True).float()
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
     finite = norm.isfinite()
     optimizer.grad_scale = torch.where(finite, (norm / max_norm).clamp(min=1.0), torch.ones_like(norm))
     optimizer.found_inf = 1.0 - finite.float()
@@ -98,7 +100,7 @@ class GraphedStep:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if accumulate else None
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # others may page-lock memory meanwhile
             self.loss, self.metrics = ttt_loss(drafter, batch, teacher, num_steps, decay, counted)
             self.loss.backward()
         self.gradients = [p.grad for p in self.parameters]

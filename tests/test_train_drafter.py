@@ -324,6 +324,19 @@ def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder, 
         train_here(None, "--output", folder / "run-skip-2", *arguments, "--epochs", "2", "--max-skipped-steps", "1")
 
 
+def test_two_sharded_ranks_skip_a_step_with_a_non_finite_gradient(folder):
+    samples = [make_sample(30, seed) for seed in range(30)]
+    samples[3][2][0][5, 1] = math.nan
+    states = write_shards(folder / "nan-sharded", folder / "target", samples)
+    launch("--data", states, "--output", folder / "run-nan-sharded", "--tokens-per-step", "256", "--eval-fraction", "0",
+           "--check-samples", "False", "--epochs", "2", "--shard")  # fmt: skip
+    lines = read_metrics(folder / "run-nan-sharded")
+    assert lines[-1]["skipped_steps"] == 2 and [line["loss"] for line in lines].count(None) == 2
+    assert all(math.isfinite(line["loss"]) for line in lines if line["loss"] is not None)
+    weights = load_file(folder / "run-nan-sharded" / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values() if tensor.is_floating_point())
+
+
 @pytest.mark.parametrize("fraction", ["0", "0.2"])
 def test_a_run_that_changed_no_weight_is_an_error_and_publishes_nothing(folder, tmp_path, fraction):
     samples = [make_sample(30, seed) for seed in range(30)]
