@@ -34,6 +34,7 @@ progress.close("40 samples, done")
 def start(*args, **kwargs):
     environment = {**os.environ, **kwargs.pop("env", {})}
     environment.pop("PYTHONUNBUFFERED", None)  # or every stream flushes itself, and these tests could not fail
+    kwargs["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # `nohup make test &` has it ignored
     return subprocess.Popen([sys.executable, "-c", BUSY, *map(str, args)], cwd=ROOT, env=environment, **kwargs)
 
 
