@@ -81,6 +81,7 @@ class Feed:
         per_step = schedule.batches_per_step // ranks
         self._free: deque = deque([(None, None)] * (per_step + buffers))  # (buffer, event of its last copy)
         self._blank = self._empty_document()
+        self._dtypes = [state.dtype for state in self._blank.states]  # other directories may have other ones
 
     def _walk(self, start: tuple[int, int], rank: int, ranks: int) -> Iterator[tuple[int, int, int, list]]:
         """(epoch, step, batches still to come in the step, records) of every batch of this rank, for ever."""
@@ -173,7 +174,7 @@ class Feed:
             return None, problem
         self._checked.add(record.path)
         length = self.schedule.budget.tokens
-        states = [state[:length] for state in sample.states]
+        states = [state[:length].to(dtype) for state, dtype in zip(sample.states, self._dtypes, strict=True)]
         rows = None if sample.last_rows is None else sample.last_rows[sample.last_rows < length]
         scales = None if sample.scales is None else sample.scales[:length]
         return Sample(sample.input_ids[:length], sample.loss_mask[:length], states, record, rows, scales), None

@@ -127,8 +127,8 @@ def pack_documents(
     num_steps: K, the TTT steps to lay out. tokens, queries, predicted: the budgets T, C, R; by default exactly what the
     documents need (at least one row each, so that no tensor is empty), and `predicted` is `queries` when only that is
     given. into: a batch with the same budgets whose tensors are overwritten and returned (pinned buffers are reused).
-    States keep their dtype. Raises UserError when the documents do not fit the budgets, or a document's tensors
-    disagree in length.
+    States keep their dtype; where documents differ, that of the first. Raises UserError when the documents do not fit
+    the budgets, or a document's tensors disagree in length.
     """
     if not documents:
         raise UserError("pack_documents: no documents given")
@@ -137,12 +137,8 @@ def pack_documents(
         rows = [document.loss_mask.shape[0], *(state.shape[0] for state in document.states)]
         if any(row != length for row in rows):
             raise UserError(f"document {number}: {length} tokens, but loss mask and states have {rows} rows")
-        if document.states[0].dtype != documents[0].states[0].dtype:
-            names = [getattr(each, "record", None) and each.record.path for each in (document, documents[0])]
-            raise UserError(
-                f"{names[0] or f'document {number}'}: its states are {document.states[0].dtype}, those of "
-                f"{names[1] or 'document 0'} {documents[0].states[0].dtype}; give directories of one --state-dtype"
-            )
+        if (getattr(document, "scales", None) is None) != (getattr(documents[0], "scales", None) is None):
+            raise UserError(f"document {number}: its points are codes of eight bits or document 0's are, not both")
     # Everything but the states is computed for all documents at once, on rows 0..N-1 of the packed sequence.
     lengths = torch.tensor([document.input_ids.shape[0] for document in documents])  # [D]
     num_tokens = int(lengths.sum())

@@ -89,6 +89,9 @@ def test_trained_on_and_evaluated(directories, small_target, tmp_path, capsys, m
         config = json.loads((tmp_path / name / "config.json").read_text())
         # SGLang adds one to a Llama's ids
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [point - 1 for point in POINTS]
+    mixed = ["--data", directories["eight bits"], directories["full"], *named, *common]  # bfloat16 and float32
+    train_here(capsys, *mixed, "--output", tmp_path / "mixed")
+    assert len((tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()) == 4
     both = ["--drafter", tmp_path / "full", tmp_path / "eight bits", "--data", directories["full"]]
     _, printed = evaluate(capsys, monkeypatch, *both, *named, "--output", tmp_path / "report")
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -144,6 +147,12 @@ def test_files_of_another_shape_and_eight_bits_without_scales(tmp_path):
     torch.save(sample | {"hidden_states": eight}, tmp_path / "data_1.pt")
     with pytest.raises(UserError, match="states in eight bits, but no scales beside them"):
         reader.load(reader.records[1])
+    strange = [torch.zeros(5, 8).to(torch.float8_e5m2)] * 4
+    torch.save(sample | {"hidden_states": strange, "scales": torch.ones(5, 3)}, tmp_path / "data_1.pt")
+    with pytest.raises(UserError, match="states in torch.float8_e5m2; of eight bits only torch.float8_e4m3fn"):
+        reader.load(reader.records[1])
+    torch.save(sample | {"hidden_states": states, "scales": torch.ones(5, 3)}, tmp_path / "data_1.pt")
+    assert reader.load(reader.records[1], widen=False).scales is None, "scales of states that are no codes"
     torch.save(sample | {"hidden_states": [torch.zeros(5, 6)] * 4}, tmp_path / "data_4.pt")
     with pytest.raises(UserError, match=r"data_4.pt: expected 4 states of width 8 as in .*data_0.pt, found 4 of w"):
         reader.load(reader.records[2])
