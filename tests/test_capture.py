@@ -205,7 +205,7 @@ def test_a_full_ring_holds_the_engine_back_and_memory_does_not_grow(engine, poin
     engine.collective_rpc("set_chunk", tokens=256)
     try:
         with helpers.writers_stopped(engine, tmp_path / "few", seconds=8.0):
-            few, _ = helpers.capture(engine, tmp_path / "few", helpers.samples_of([64] * 32), points, ring_bytes=ring)
+            few, _ = helpers.capture(engine, tmp_path / "few", helpers.samples_of([64] * 96), points, ring_bytes=ring)
         assert few.rank_figures[0]["stalls"] > 0 and few.stalled_seconds() > 0.5
         assert few.rank_figures[0]["ring_peak_bytes"] <= ring
         peaks = []
@@ -222,8 +222,8 @@ def test_an_engine_that_falls_silent_ends_the_run_with_its_stacks(engine, points
     """Writers that stand still are whatever may hang; the log then says where, and what hung may go on."""
     from common import capture
 
-    monkeypatch.setattr(capture, "SILENCE_SECONDS", 3.0)
-    with helpers.writers_stopped(engine, tmp_path):
+    with helpers.writers_stopped(engine, tmp_path), monkeypatch.context() as patch:
+        patch.setattr(capture, "SILENCE_SECONDS", 3.0)
         with pytest.raises(EngineDied, match="silent for 3 s; its stacks are in its log"):
             helpers.capture(engine, tmp_path, helpers.samples_of([8] * 40), points)
     log = next(tmp_path.parent.glob("logs*/engine.log")).read_text()
