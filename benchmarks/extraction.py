@@ -13,9 +13,9 @@ One engine, one process order, the same prompts for every row:
     returned    `return_hidden_states=True`: the last layer's states as Python lists, on --returned prompts
 
 `plain` and `capture` run --rounds times in turn; ratios are of the sums, and printed for each round. The slow rows
-take half of the prompts, or --returned of them. `--dims kimi` is a DeepSeek-V3 class model of
-61 layers and hidden size 7168 with dummy weights, 8 of 8 experts active: the 32 B active parameters of Kimi-K2.5.
-Prints a table and one line RESULT {json}.
+take half of the prompts, or --returned of them. `--dims kimi` is a DeepSeek-V3 class model of 61 layers and hidden size
+7168 with dummy weights, 8 of 8 experts active: the 32 B active parameters of Kimi-K2.5. Prints a table and one line
+RESULT {json}.
 """
 
 import argparse

@@ -36,8 +36,9 @@ while read -r name command; do
     [ $# -gt 0 ] && [[ " $* " != *" $name "* ]] && continue
     echo "== $name: $command"
     started=$SECONDS
-    [ "$name" = cold ] && export TORCHINDUCTOR_CACHE_DIR=$work/cold/inductor TRITON_CACHE_DIR=$work/cold/triton
-    eval "$python $command" >"$work/$name.txt" 2>&1 </dev/null || { echo "FAILED, see $work/$name.txt"; failed=1; }
+    caches=
+    [ "$name" = cold ] && caches="TORCHINDUCTOR_CACHE_DIR=$work/cold/inductor TRITON_CACHE_DIR=$work/cold/triton"
+    eval "$caches $python $command" >"$work/$name.txt" 2>&1 </dev/null || { echo "FAILED, see $work/$name.txt"; failed=1; }
     grep -v '^RESULT' "$work/$name.txt" | tail -25
     echo "== $name took $((SECONDS - started)) s"
 done < <(runs)

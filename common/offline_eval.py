@@ -9,7 +9,7 @@ What is counted, and how, is defined in common/acceptance.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,23 +63,28 @@ def evaluate(
     if tokens_per_batch is None:
         on_gpu = drafter.fc.weight.device.type == "cuda"
         tokens_per_batch = max(1, TOKENS_PER_BATCH // setting.topk) if on_gpu else 1
-    group, tokens, done = [], 0, 0
     with rounded_weights(drafter):
-        for done, record in enumerate(records, start=1):
-            sample = load(record)
-            if sample is not None and int((sample.loss_mask[2:] != 0).sum()):
-                group.append((record, sample))
-                tokens += len(sample.input_ids)
-            if tokens >= tokens_per_batch:
+        for done, group in grouped(load, records, tokens_per_batch):
+            if group:
                 count_group(counts, drafter, target, group, setting)
-                group, tokens = [], 0
-            if tick is not None and not group:
-                tick(done, counts)
-        if group:
-            count_group(counts, drafter, target, group, setting)
             if tick is not None:
                 tick(done, counts)
     return counts
+
+
+def grouped(load: Callable, records: Iterable, tokens_per_batch: int) -> Iterator[tuple[int, list]]:
+    """(records so far, the (record, sample) pairs of the next batch); no pairs where no sample waits for others."""
+    group, tokens = [], 0
+    for done, record in enumerate(records, start=1):
+        sample = load(record)
+        if sample is not None and int((sample.loss_mask[2:] != 0).sum()):
+            group.append((record, sample))
+            tokens += len(sample.input_ids)
+        if not group or tokens >= tokens_per_batch:
+            yield done, group
+            group, tokens = [], 0
+    if group:
+        yield done, group
 
 
 def count_group(counts: AcceptanceCounts, drafter: Drafter, target: TargetParts, group: list, setting: Setting) -> None:

@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 
 from common.errors import UserError
+from common.state_dtypes import FP8
 
 
 class Document(Protocol):
@@ -137,7 +138,7 @@ def pack_documents(
         rows = [document.loss_mask.shape[0], *(state.shape[0] for state in document.states)]
         if any(row != length for row in rows):
             raise UserError(f"document {number}: {length} tokens, but loss mask and states have {rows} rows")
-        if (getattr(document, "scales", None) is None) != (getattr(documents[0], "scales", None) is None):
+        if (document.states[0].dtype == FP8) != (documents[0].states[0].dtype == FP8):
             raise UserError(f"document {number}: its points are codes of eight bits or document 0's are, not both")
     # Everything but the states is computed for all documents at once, on rows 0..N-1 of the packed sequence.
     lengths = torch.tensor([document.input_ids.shape[0] for document in documents])  # [D]
@@ -160,9 +161,7 @@ def pack_documents(
         if need > budget:
             raise UserError(f"{len(documents)} documents need {need} {what}, the batch holds {budget}")
 
-    states = documents[0].states
-    in_codes = getattr(documents[0], "scales", None) is not None
-    batch = _room(tokens, queries, predicted, num_steps, states, in_codes, into)
+    batch = _room(tokens, queries, predicted, num_steps, documents[0].states, into)
     batch.num_documents, batch.num_tokens = len(documents), num_tokens
     batch.num_queries, batch.num_predicted = len(q), len(s)
     batch.num_pairs = int((q - starts[q]).sum()) + len(q)
@@ -191,14 +190,14 @@ def pack_documents(
         require_kept(number, document, rows)
         *points, last = document.states
         here, first = slice(first, first + len(last)), first + len(last)
-        if in_codes:
+        if batch.aux_scales is not None:
             points = [point.view(torch.uint8) for point in points]
             batch.aux_scales[here] = document.scales
         torch.cat(points, 1, out=batch.aux_states[here])
         batch.last_states[prediction : prediction + len(rows)] = last.index_select(0, rows)
         prediction += len(rows)
     batch.aux_states[num_tokens:] = 0
-    if in_codes:
+    if batch.aux_scales is not None:
         batch.aux_scales[num_tokens:] = 0
     batch.last_states[prediction:] = 0
     return batch
@@ -230,13 +229,11 @@ def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
 
 
 def _room(
-    tokens: int, queries: int, predicted: int, num_steps: int, states: Sequence[torch.Tensor], in_codes: bool,
+    tokens: int, queries: int, predicted: int, num_steps: int, states: Sequence[torch.Tensor],
     into: PackedBatch | None,
 ) -> PackedBatch:  # fmt: skip
-    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right.
-
-    states: those of one document; in_codes: whether its points are in eight bits."""
-    points, last = len(states) - 1, states[-1]
+    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right. states: of one document."""
+    points, last, in_codes = len(states) - 1, states[-1], states[0].dtype == FP8
     scales = {"aux_scales": ((tokens, points), torch.float32)} if in_codes else {}
     shapes = {
         "embed_ids": ((tokens,), torch.int64),

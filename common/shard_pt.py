@@ -25,6 +25,19 @@ LOCAL = struct.Struct("<4s22x2H")  # mark, lengths of two names
 TAIL = 4096  # bytes at the end of a file in which the directory of a shard's few records lies
 
 
+def read_saved(path: Path, tokens: int, with_states: bool, buffer: "torch.Tensor | None") -> dict[str, Any]:
+    """What torch.save put into the file of a sample: in `buffer`, else memory-mapped; without the states a copy."""
+    import torch
+
+    if not with_states:  # they come after ids and mask, of which one token takes 16 bytes
+        head = 16 * tokens + 4096
+        saved = tensors_in(read(path, head=head), head)
+        if saved and saved["input_ids"] is not None and saved["loss_mask"] is not None:
+            return saved | {name: saved[name].clone() for name in ("input_ids", "loss_mask")}
+    saved = tensors_in(mapped(path) if buffer is None else read(path, buffer))
+    return saved or torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
 def mapped(path: Path) -> "torch.Tensor":
     """The bytes of a file, uint8: what is not looked at is not read. Writing to them leaves the file alone."""
     import torch

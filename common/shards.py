@@ -234,6 +234,8 @@ class ShardReader:
         """
         if verify and record.xxh3 is not None and (problem := file_problem(record)):
             raise UserError(f"{record.path}: {problem}; {REDO}")
+        from common.state_dtypes import widened
+
         with readable(record.path):
             input_ids, loss_mask, states, scales = self._read(record, True, buffer)
             states, scales = widened(states, scales, points=widen)
@@ -283,7 +285,9 @@ class ShardReader:
         import torch
 
         if record.path.suffix == ".pt":
-            saved = read_saved(record, with_states, buffer)
+            from common.shard_pt import read_saved
+
+            saved = read_saved(record.path, record.tokens, with_states, buffer)
             input_ids, mask, scales = saved["input_ids"], saved["loss_mask"], saved.get("scales")
             states = list(saved["hidden_states"]) if with_states else None
         else:
@@ -349,44 +353,6 @@ def readable(path: Path):
     except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{path}: not a readable sample ({what}); {REDO}") from None
-
-
-def read_saved(record: Record, with_states: bool, buffer: "torch.Tensor | None") -> dict[str, Any]:
-    """What torch.save put into the file of a sample: in `buffer`, else memory-mapped; without the states a copy."""
-    import torch
-
-    from common.shard_pt import mapped, read, tensors_in
-
-    if not with_states:  # they come after ids and mask, of which one token takes 16 bytes
-        head = 16 * record.tokens + 4096
-        saved = tensors_in(read(record.path, head=head), head)
-        if saved and saved["input_ids"] is not None and saved["loss_mask"] is not None:
-            return saved | {name: saved[name].clone() for name in ("input_ids", "loss_mask")}
-    saved = tensors_in(mapped(record.path) if buffer is None else read(record.path, buffer))
-    return saved or torch.load(record.path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def widened(states: "list[torch.Tensor]", scales: "torch.Tensor | None", points: bool = True) -> tuple:
-    """The P+1 states [L, H] with those stored in eight bits as bfloat16, and None. points: False widens the last state
-    alone, and gives the scales [L, P] of the points, if they are in eight bits.
-
-    scales: [L, P] of our v1 files, [L, P+1, 1] of our Arrow ones; [L, 1, 1], one a token, where hs_connectors wrote.
-    """
-    import torch
-
-    from common.state_dtypes import FP8, dequantise
-
-    if strange := {state.dtype for state in states if state.dtype.itemsize == 1} - {FP8}:
-        raise UserError(f"states in {strange.pop()}; of eight bits only {FP8} can be read")
-    if scales is None:
-        if any(state.dtype == FP8 for state in states):
-            raise UserError("states in eight bits, but no scales beside them; its writer left them out")
-        return states, None
-    scales = scales.flatten(1)
-    of = [scales[:, min(k, scales.shape[1] - 1), None] for k in range(len(states))]
-    left = 0 if points or states[0].dtype != FP8 else len(states) - 1  # states that are left as they are
-    wide = [dequantise(s, scale) if s.dtype == FP8 else s for s, scale in zip(states[left:], of[left:], strict=True)]
-    return states[:left] + wide, torch.cat(of[:left], 1) if left else None
 
 
 def token_hash(ids: Iterable[int]) -> str:

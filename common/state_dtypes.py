@@ -11,6 +11,8 @@ import functools
 
 import torch
 
+from common.errors import UserError
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8 = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
@@ -68,6 +70,25 @@ def widen(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> to
         return torch.cat([widen(*part, values) for part in parts])
     wide = values[codes.int()].unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
     return wide.to(torch.bfloat16).flatten(1)
+
+
+def widened(states: list[torch.Tensor], scales: torch.Tensor | None, points: bool = True) -> tuple:
+    """The P+1 states [L, H] with those stored in eight bits as bfloat16, and None. points: False widens the last state
+    alone, and gives the scales [L, P] of the points, if they are in eight bits.
+
+    scales: [L, P] of our v1 files, [L, P+1, 1] of our Arrow ones; [L, 1, 1], one a token, where hs_connectors wrote.
+    """
+    if strange := {state.dtype for state in states if state.dtype.itemsize == 1} - {FP8}:
+        raise UserError(f"states in {strange.pop()}; of eight bits only {FP8} can be read")
+    if scales is None:
+        if any(state.dtype == FP8 for state in states):
+            raise UserError("states in eight bits, but no scales beside them; its writer left them out")
+        return states, None
+    scales = scales.flatten(1)
+    of = [scales[:, min(k, scales.shape[1] - 1), None] for k in range(len(states))]
+    left = 0 if points or states[0].dtype != FP8 else len(states) - 1  # states that are left as they are
+    wide = [dequantise(s, scale) if s.dtype == FP8 else s for s, scale in zip(states[left:], of[left:], strict=True)]
+    return states[:left] + wide, torch.cat(of[:left], 1) if left else None
 
 
 @functools.cache

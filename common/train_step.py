@@ -7,7 +7,6 @@ the device (`clipped_step`). Called by train_drafter.py and benchmarks/training.
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from common.drafter import DrafterConfig, ttt_loss
 from common.losses import Teacher
@@ -64,7 +63,7 @@ def clipped_step(optimizer: torch.optim.AdamW, max_norm: float) -> tuple[torch.T
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients, foreach=True)
-    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float()  # FSDP2's norm is sharded, too
     finite = norm.isfinite()
     optimizer.grad_scale = torch.where(finite, (norm / max_norm).clamp(min=1.0), torch.ones_like(norm))
     optimizer.found_inf = 1.0 - finite.float()
