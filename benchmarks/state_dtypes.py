@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from common.errors import UserError, run  # noqa: E402
+from common.feed import compute_alone  # noqa: E402
 from common.report import print_table  # noqa: E402
 from common.shard_run import OWN_FIELDS, RunDirectory  # noqa: E402
 from common.shard_writing import write_sample  # noqa: E402
@@ -54,7 +55,7 @@ def rewrite(states: Path, out: Path, dtype: str, rows: int | None, threads: int 
 
     with RunDirectory(out, identity, rows=records[-1].index + 1, layout="v1") as directory:
         wanted = set(directory.pending())
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads, initializer=compute_alone, initargs=(torch.get_num_threads(),)) as pool:
             for first in range(0, len(records), 256):
                 some = [record for record in records[first : first + 256] if record.index in wanted]
                 directory.commit(pool.map(write, some))
@@ -67,7 +68,9 @@ def call(script: str, *arguments) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(  # no abbreviations: --seed is train_drafter.py's, not --seeds
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--states", type=Path, required=True, help="bfloat16 shards that extract.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder for the fp8 copy, drafters and reports")
     parser.add_argument("--model", help="target checkpoint; default: the one that the shards name")
@@ -77,6 +80,8 @@ def main() -> None:
     parser.add_argument("--eval-fraction", type=float, default=0.02, help="held-out share")
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     arguments, training = parser.parse_known_args()  # the rest goes to train_drafter.py
+    if arguments.seeds < 1:
+        parser.error("--seeds: expected 1 or more")
     work, model = arguments.work.resolve(), ["--model", arguments.model] if arguments.model else []
     results, data = [], {"bfloat16": arguments.states.resolve(), "fp8": work / "fp8"}
     if arguments.rows:

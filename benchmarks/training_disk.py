@@ -108,7 +108,9 @@ def read_alone(paths, at_most: float) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(  # no abbreviations: what is not known here goes to train_drafter.py
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--work", type=Path, required=True, help="directory for shards, target and run; kept")
     parser.add_argument("--dims", choices=tuple(DIMS), default="kimi")
     parser.add_argument("--samples", type=int, default=200)
