@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import common.offline_eval
 from common.acceptance import AcceptanceCounts, counted_positions
 from common.conversations import hash_of
 from common.drafter import Drafter
@@ -310,6 +311,22 @@ def test_samples_that_share_a_batch_count_as_if_alone(target, setting):
         assert [row[:5] for row in shared.rows] == [row[:5] for row in alone.rows]
         for row, expected in zip(shared.rows, alone.rows, strict=True):
             np.testing.assert_allclose(row[5], expected[5], atol=1e-5)
+
+
+def test_samples_are_packed_by_one_thread_and_drafted_by_all(target, monkeypatch):
+    drafter, each, seen = entangled_drafter(), sample(permutation(), (5, 9), 1), []
+    drafter.set_embedding(target.embed_tokens)
+    for name in ("pack_documents", "draft_batch"):
+        whole = getattr(common.offline_eval, name)
+        monkeypatch.setattr(common.offline_eval, name, lambda *arguments, name=name, whole=whole: (
+            seen.append((name, torch.get_num_threads())), whole(*arguments))[1])  # fmt: skip
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        evaluate(drafter, target, lambda record: each, [each.record], Setting(num_steps=3))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [("pack_documents", 1), ("draft_batch", 3)]
 
 
 def test_weights_are_judged_as_exported_and_masters_come_back(target):
