@@ -151,7 +151,7 @@ def offline(arguments: Arguments) -> dict:
     """Evaluate every drafter at every setting from the states in --data: {"data": ..., "offline": [...]}."""
     import torch
 
-    from common.feed import not_finite
+    from common.load_batch import not_finite
     from common.load_drafter import load_drafter
     from common.offline_eval import check_fit, evaluate, evaluation_target, points_in_order
     from common.shards import ShardReader

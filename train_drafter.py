@@ -29,6 +29,7 @@ from common.drafter import Drafter, ttt_loss
 from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators
 from common.feed import Feed, Mover, SetAside
+from common.feed_process import ReaderProcesses
 from common.losses import Teacher
 from common.new_drafter import build_drafter, choose_serving_ids
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
@@ -97,6 +98,7 @@ class TrainArguments:
     device: str = option("auto", "'auto', 'cuda' or 'cpu'.")
     # Reading.
     workers: int = option(4, "Threads a rank that read shards ahead.")
+    reader_processes: int = option(-1, "Processes a rank for these threads; 0: none of their own; -1: 2 on a GPU.")
     read_ahead: int = option(3, "Batches a rank reads ahead beyond the current step.")
     check_samples: bool = option(True, "Check checksum and NaN/Inf of each sample when the run first reads it.")
     max_set_aside: int = option(100, "Stop when more samples than this failed their check.")
@@ -122,6 +124,8 @@ class TrainArguments:
         wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
         not_negative = ("max_steps", "tokens_per_batch", "read_ahead")
         wrong += [f"{name} {values[name]}: expected 0 or more" for name in not_negative if values[name] < 0]
+        if self.reader_processes < -1:
+            wrong.append(f"reader_processes {self.reader_processes}: expected -1 (by the device) or more")
         wrong += [f"{name} {values[name]}: expected a number above 0" for name in ("epochs", "learning_rate")
                   if not 0 < values[name] < math.inf]  # fmt: skip
         if not 0 <= self.eval_fraction < 1:
@@ -137,16 +141,18 @@ def main() -> int:
     rank, num_ranks, device = ranks.join(arguments.device)
     out = Path(arguments.output)
     heartbeat = out / "heartbeat.json" if rank == 0 else None
-    with checkpoints.own_directory(out) if rank == 0 else nullcontext():
+    own = checkpoints.own_directory(out) if rank == 0 else nullcontext()
+    with own, start_readers(arguments, device) as readers:
         progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)
         try:
-            return train(arguments, rank, num_ranks, device, out, progress)
+            return train(arguments, rank, num_ranks, device, out, progress, readers)
         finally:
             progress.close()
             ranks.leave()
 
 
-def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.device, out: Path, progress) -> int:
+def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.device, out: Path, progress,
+          readers: ReaderProcesses | None) -> int:  # fmt: skip
     started, note = time.monotonic(), progress.note
     torch.manual_seed(arguments.seed)
 
@@ -227,7 +233,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     stop = catch_signals()
     set_aside = SetAside(out / "set_aside.jsonl", note, arguments.check_samples)
     feed = Feed(reader, schedule, arguments.ttt_steps, position, rank, num_ranks, device.type == "cuda",
-                arguments.workers, arguments.read_ahead, arguments.check_samples)  # fmt: skip
+                arguments.workers, arguments.read_ahead, arguments.check_samples, readers)  # fmt: skip
     mover = Mover(feed, device)
     peak = arguments.peak_tflops or peak_tflops(device)
     how = (arguments.ttt_steps, arguments.step_decay)
@@ -367,6 +373,12 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 
 
 # ---- what the story above calls --------------------------------------------------------------------------------------
+
+
+def start_readers(arguments: TrainArguments, device: torch.device):
+    """A context with the `ReaderProcesses`, or with None; while they import, the drafter is built."""
+    number = arguments.reader_processes if arguments.reader_processes >= 0 else 2 * (device.type == "cuda")
+    return ReaderProcesses(min(number, arguments.workers), arguments.workers) if number else nullcontext()
 
 
 def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:

@@ -13,8 +13,8 @@ epoch is filled up with empty batches, so every rank takes the same number of st
 
 import io
 import math
-import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -236,19 +236,28 @@ class Schedule:
         self.budget = choose_budget(self.sizes, max_tokens)
         self.batches_per_step, self.seed = batches_per_step, seed
         self._plans: dict[int, list[list[int]]] = {}
-        self._lock = threading.Lock()  # the feed plans the next epoch in a thread while this one is asked for
 
     def _plan(self, epoch: int) -> list[list[int]]:
-        """Batches of the epoch, filled up with empty ones to whole steps; a few epochs are kept."""
-        if plan := self._plans.get(epoch):
-            return plan
-        with self._lock:
-            if epoch not in self._plans:
-                plan = pack(self.sizes, self.budget, (self.seed, epoch))
-                plan += [[]] * (-len(plan) % self.batches_per_step)
-                kept = {old: made for old, made in self._plans.items() if old == 0 or old >= epoch - 1}
-                self._plans = {**kept, epoch: plan}
-            return self._plans[epoch]
+        """Batches of the epoch, filled up with empty ones to whole steps."""
+        if epoch not in self._plans:
+            self._keep(epoch, pack(*self._to_pack(epoch)))
+        return self._plans[epoch]
+
+    def plan_ahead(self, epoch: int, submit: Callable) -> Callable[[], None]:
+        """Plan an epoch elsewhere, with `submit` of an executor. Call what is returned to take the plan over."""
+        if epoch in self._plans:
+            return lambda: None
+        plan = submit(pack, *self._to_pack(epoch))
+        return lambda: self._keep(epoch, plan.result())
+
+    def _to_pack(self, epoch: int) -> tuple:
+        return self.sizes, self.budget, (self.seed, epoch)
+
+    def _keep(self, epoch: int, plan: list[list[int]]) -> None:
+        """A few epochs are kept."""
+        plan += [[]] * (-len(plan) % self.batches_per_step)
+        kept = {old: made for old, made in self._plans.items() if old == 0 or old >= epoch - 1}
+        self._plans = {**kept, epoch: plan}
 
     def steps(self, epoch: int) -> int:
         """Optimizer steps in the epoch; epochs may differ by a few, since each is packed anew."""

@@ -20,14 +20,18 @@ x[3] is predicted by t=1 at step 0 and by t=0 at step 1; C = 2, R = 1.
 Called by common/batches.py (training) and eval_acceptance.py; read by common/drafter.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from common.errors import UserError
 from common.state_dtypes import FP8
+
+PAGE = 4096  # bytes
 
 
 class Document(Protocol):
@@ -78,6 +82,9 @@ class PackedBatch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+
+    def numbers(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("num_")}
 
     def to(self, device, non_blocking: bool = True) -> "PackedBatch":
         """A copy on `device`; from pinned memory the copies are asynchronous."""
@@ -228,14 +235,14 @@ def require_kept(number: int, document: Document, rows: torch.Tensor) -> None:
         )
 
 
-def _room(
-    tokens: int, queries: int, predicted: int, num_steps: int, states: Sequence[torch.Tensor],
-    into: PackedBatch | None,
-) -> PackedBatch:  # fmt: skip
-    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right. states: of one document."""
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of each tensor of a batch
+
+
+def room_shapes(tokens: int, queries: int, predicted: int, num_steps: int, states: Sequence[torch.Tensor]) -> Shapes:
+    """The tensors of a batch with these budgets. states: of one document."""
     points, last, in_codes = len(states) - 1, states[-1], states[0].dtype == FP8
     scales = {"aux_scales": ((tokens, points), torch.float32)} if in_codes else {}
-    shapes = {
+    return {
         "embed_ids": ((tokens,), torch.int64),
         "aux_states": ((tokens, points * states[0].shape[1]), torch.uint8 if in_codes else states[0].dtype),
         "positions": ((tokens,), torch.int64),
@@ -250,6 +257,33 @@ def _room(
         "slots": ((predicted, num_steps), torch.int64),
         "weights": ((predicted, num_steps), torch.float32),
     } | scales
+
+
+def room_bytes(shapes: Shapes) -> int:
+    """Memory that `room_in` needs."""
+    return _starts(shapes)[-1]
+
+
+def room_in(memory: torch.Tensor, shapes: Shapes) -> PackedBatch:
+    """A batch to be written whose tensors lie in `memory`, uint8, of `room_bytes` or more."""
+    made = {}
+    for (name, (shape, dtype)), start in zip(shapes.items(), _starts(shapes), strict=False):
+        made[name] = memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return PackedBatch(**made, num_documents=0, num_tokens=0, num_queries=0, num_predicted=0, num_pairs=0)
+
+
+def _starts(shapes: Shapes) -> list[int]:
+    """Bytes from the start at which each tensor begins, a page apart so that none shares one, and the end of all."""
+    pages = [-(-math.prod(shape) * dtype.itemsize // PAGE) for shape, dtype in shapes.values()]
+    return [PAGE * number for number in accumulate(pages, initial=0)]
+
+
+def _room(
+    tokens: int, queries: int, predicted: int, num_steps: int, states: Sequence[torch.Tensor],
+    into: PackedBatch | None,
+) -> PackedBatch:  # fmt: skip
+    """A batch to be written: fresh memory, or `into` once its shapes are seen to be right. states: of one document."""
+    shapes = room_shapes(tokens, queries, predicted, num_steps, states)
     if into is None:
         made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     else:

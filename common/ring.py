@@ -6,7 +6,6 @@ holds the engine's next forward pass back until the disk has caught up. The time
 tells the person that the disk is the limit.
 """
 
-import mmap
 import os
 import threading
 import time
@@ -14,9 +13,10 @@ from collections.abc import Container
 
 import torch
 
-from common.errors import UserError
+from common.shared_memory import lock_pages, mapped, unlock_pages
 
 ALIGNMENT = 4096  # bytes; a page, so that regions never share one
+ADVICE = "lower --ring-gb or raise `ulimit -v`, and let processes of one user open each other's /proc/PID/fd"
 
 
 class Ring:
@@ -34,8 +34,7 @@ class Ring:
         self.buffer = attach(self.where)
         self.pinned = pin
         if pin:
-            runtime = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(self.buffer.data_ptr(), self.capacity, 0))
+            lock_pages(self.buffer, "a ring", ADVICE)
         self.taken: dict[int, int] = {}  # start -> end, in bytes
         self.changed = threading.Condition()
         self.closed = False
@@ -85,7 +84,7 @@ class Ring:
         self.close()
         if self.descriptor is not None:
             if self.pinned:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr()))
+                unlock_pages(self.buffer)
             os.close(self.descriptor)
             self.descriptor = self.buffer = None
 
@@ -103,12 +102,4 @@ class Ring:
 
 def attach(where: tuple[str, int]) -> torch.Tensor:
     """uint8 [capacity]: the memory of the ring that is at `where`, shared with its process."""
-    path, capacity = where
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), capacity), dtype=torch.uint8)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot map a ring of {capacity / 1e9:.3g} GB ({error.strerror}); lower --ring-gb or raise "
-            f"`ulimit -v`, and let processes of one user open each other's /proc/PID/fd"
-        ) from None
+    return mapped(*where, "a ring", ADVICE)

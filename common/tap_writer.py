@@ -10,11 +10,9 @@ token ids that the engine computed are its own, all its states are finite (other
 state is bit by bit the one that its own token was computed from.
 """
 
-import ctypes
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -23,18 +21,18 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from common.child_process import begin
 from common.errors import UserError
 from common.proof import ProofFailed
 from common.ring import attach
 from common.shard_writing import join_run, write_sample
 from common.state_dtypes import FP8, scale_of, stored_dtypes
-from common.tap_link import Line, leave_signals_to_the_main_process
+from common.tap_link import Line
 
 CANDIDATES = 32  # best tokens of the own-token check: flat logits have many within rounding of the best
 THREADS = 4  # of a writer process
 DESCRIPTION_SECONDS = 600  # how long a writer waits for the description of a sample before it gives up
 RECORDS_AT_ONCE = 16  # of one message; fewer when there is nothing left to write
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the one that started it has ended
 
 
 @dataclass
@@ -232,10 +230,8 @@ def not_finite(largest: torch.Tensor, names: list[str]) -> str | None:
 
 def main(rank: int, number: int, descriptor: int) -> None:
     """Serve one session after the other until the scheduler process, at the other end of `descriptor`, is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the scheduler, even while standing still
-    leave_signals_to_the_main_process()
+    scheduler, session = begin(descriptor), None
     torch.set_num_threads(1)
-    scheduler, session = Connection(descriptor), None
 
     def message(kind: str, content: dict):
         if kind == "samples" and session is not None:

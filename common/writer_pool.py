@@ -10,17 +10,16 @@ The scheduler's own thread only puts into a queue. A courier thread waits for th
 and forward pass; a thread a writer takes its answers.
 """
 
-import os
 import queue
 import subprocess
-import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 
 import torch
 
+from common.child_process import start
 from common.ring import Ring
 from common.tap_link import writer_of
 
@@ -39,12 +38,7 @@ class WriterPool:
         self.ring: Ring | None = None
         self.on_failure: Callable[[], None] = lambda: None
         for writer in range(number):
-            ours, theirs = Pipe()
-            # -P: a package of that name in the working directory is somebody else's; PYTHONPATH begins with ours.
-            command = [sys.executable, "-P", "-m", "common.tap_writer", str(rank), str(writer), str(theirs.fileno())]
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
-            theirs.close()  # the writer ends when ours is closed, as it is when this process dies
+            process, ours = start("common.tap_writer", rank, writer)
             self.pipes.append(ours)
             threading.Thread(target=self._receive, args=(ours, process), daemon=True, name=f"writer-{writer}").start()
         threading.Thread(target=self._carry, daemon=True, name="courier").start()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import common.feed
+import common.load_batch
 from common.batches import (
     Budget,
     Schedule,
@@ -24,7 +24,8 @@ from common.batches import (
     split,
 )
 from common.errors import UserError
-from common.feed import Feed, SetAside, not_finite
+from common.feed import Feed, SetAside
+from common.load_batch import not_finite
 from common.packing import count_positions, pack_documents
 from common.shards import ShardReader
 from tests.training_fixtures import VOCAB, make_sample, write_shards, write_target
@@ -222,7 +223,7 @@ def test_a_scan_is_kept_whole_or_not_at_all(shards, tmp_path):
 
 @pytest.mark.parametrize("scratch", [0, 256 << 20])
 def test_the_feed_packs_what_the_schedule_names_and_sets_bad_samples_aside(shards, tmp_path, monkeypatch, scratch):
-    monkeypatch.setattr(common.feed, "SCRATCH", scratch)  # mapped, and read
+    monkeypatch.setattr(common.load_batch, "SCRATCH", scratch)  # mapped, and read
     reader, samples = shards
     schedule = make_schedule(reader)
     feed = Feed(reader, schedule, STEPS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.feed import not_finite
+from common.load_batch import not_finite
 from common.offline_eval import Setting, evaluate, evaluation_target
 from common.packing import pack_documents
 from common.shard_check import FILE_OVERHEAD_BYTES, bytes_per_token, plan_bytes, status, status_text, verify
