@@ -98,7 +98,7 @@ class TrainArguments:
     device: str = option("auto", "'auto', 'cuda' or 'cpu'.")
     # Reading.
     workers: int = option(4, "Threads a rank that read shards ahead.")
-    reader_processes: int = option(-1, "Processes a rank for these threads; 0: none of their own; -1: 2 on a GPU.")
+    reader_processes: int = option(0, "Processes a rank for these threads; 0: this one, whose Python they share.")
     read_ahead: int = option(3, "Batches a rank reads ahead beyond the current step.")
     check_samples: bool = option(True, "Check checksum and NaN/Inf of each sample when the run first reads it.")
     max_set_aside: int = option(100, "Stop when more samples than this failed their check.")
@@ -122,10 +122,8 @@ class TrainArguments:
         positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every",
                     "workers")  # fmt: skip
         wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
-        not_negative = ("max_steps", "tokens_per_batch", "read_ahead")
+        not_negative = ("max_steps", "tokens_per_batch", "read_ahead", "reader_processes")
         wrong += [f"{name} {values[name]}: expected 0 or more" for name in not_negative if values[name] < 0]
-        if self.reader_processes < -1:
-            wrong.append(f"reader_processes {self.reader_processes}: expected -1 (by the device) or more")
         wrong += [f"{name} {values[name]}: expected a number above 0" for name in ("epochs", "learning_rate")
                   if not 0 < values[name] < math.inf]  # fmt: skip
         if not 0 <= self.eval_fraction < 1:
@@ -142,7 +140,8 @@ def main() -> int:
     out = Path(arguments.output)
     heartbeat = out / "heartbeat.json" if rank == 0 else None
     own = checkpoints.own_directory(out) if rank == 0 else nullcontext()
-    with own, start_readers(arguments, device) as readers:
+    number = min(arguments.reader_processes, arguments.workers)
+    with own, ReaderProcesses(number, arguments.workers) if number else nullcontext() as readers:
         progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)
         try:
             return train(arguments, rank, num_ranks, device, out, progress, readers)
@@ -373,12 +372,6 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 
 
 # ---- what the story above calls --------------------------------------------------------------------------------------
-
-
-def start_readers(arguments: TrainArguments, device: torch.device):
-    """A context with the `ReaderProcesses`, or with None; while they import, the drafter is built."""
-    number = arguments.reader_processes if arguments.reader_processes >= 0 else 2 * (device.type == "cuda")
-    return ReaderProcesses(min(number, arguments.workers), arguments.workers) if number else nullcontext()
 
 
 def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:
