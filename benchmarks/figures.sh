@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind the figures of README.md and LOG.md, on a machine with a GPU (two for some), about 40 minutes:
+# The runs behind the figures of README.md and LOG.md, on a machine with a GPU (two for some), about 45 minutes:
 #
 #   benchmarks/figures.sh WORK                        # all of them
 #   benchmarks/figures.sh WORK kimi small             # some of them, by the names below
@@ -26,6 +26,11 @@ runs() {  # name, program and its arguments
     echo "training benchmarks/training.py --together"
     echo "disk benchmarks/training_disk.py --work $work/disk --dims kimi --samples 300"
     echo "disk-dense benchmarks/training_disk.py --work $work/disk-dense --dims kimi --length 2048 --samples 150"
+    echo "disk-warm benchmarks/training_disk.py --work $work/disk-warm --dims kimi --samples 300 --warm-cache"
+    for number in 0 2; do
+        echo "readers-$number benchmarks/training_disk.py --work $ram/readers-$number --dims smollm2 --samples 6000 --length 410" \
+            "--warm-cache --steps 400 --cuda-graphs True --log-every 20 --reader-processes $number"
+    done
     echo "cold benchmarks/training_disk.py --work $work/cold --dims smollm2 --samples 10000 --length 48 --steps 2"
     [ "$gpus" -gt 1 ] && echo "gpus benchmarks/training_gpus.py --work $work/gpus --dims kimi --samples 200 --ranks 2" \
         "--tokens-per-rank 16384"
