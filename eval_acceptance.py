@@ -43,7 +43,10 @@ class Arguments:
     data_points: list[int] | None = field(
         default=None, metadata={"help": "capture points of the states in --data, where another program wrote them"}
     )
-    output: str = field(default="acceptance", metadata={"help": "folder for the report"})
+    output: str | None = field(
+        default=None,
+        metadata={"help": "folder for the report (default: acceptance; acceptance-engine without --data; diagnosis)"},
+    )
 
     # How it drafts: several values are swept.
     num_steps: list[int] = field(default_factory=lambda: [3], metadata={"help": "drafted tokens a cycle"})
@@ -92,6 +95,8 @@ class Arguments:
 
 def main() -> int:
     arguments = command_line.parse(Arguments, "eval", description=__doc__)
+    usual = "diagnosis" if arguments.diagnose else "acceptance" if arguments.data else "acceptance-engine"
+    arguments.output = arguments.output or usual
     if arguments.diagnose:
         from common.doctor_run import diagnose
 
@@ -106,10 +111,11 @@ def main() -> int:
         raise UserError(f"--max-samples {arguments.max_samples}: expected 1 or more")
     report_path = Path(arguments.output) / "report.json"
     content = {"versions": report.versions(), "arguments": command_line.as_dict(arguments)}
-    report.save_json(report_path, content)  # a folder that cannot be written is found before the work
+    report.require_writable(report_path)  # found before the work; an earlier report stays until there is a new one
     status = 0
     if arguments.data:
         content.update(offline(arguments))
+        report.save_json(report_path, content)
     if arguments.prompts:
         from common.engine_eval import in_engine
 

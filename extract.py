@@ -100,9 +100,9 @@ def main() -> int:
         return 0
     if args.verify:
         return verify_directory(args)
-    for name in ("model", "data") if args.plan else ("model", "data", "output"):
-        if not getattr(args, name):
-            raise UserError(f"--{name} is missing; see python extract.py --help")
+    needed = ("model", "data") if args.plan else ("model", "data", "output")
+    if missing := [f"--{name}" for name in needed if not getattr(args, name)]:
+        raise UserError(f"{', '.join(missing)} missing; see python extract.py --help")
     target = read_target(args)
     if args.plan:
         if args.regenerate:
@@ -117,6 +117,8 @@ def main() -> int:
         if args.json:
             print(json.dumps(plan | {"training": training}, indent=1))
         else:
+            if target["device"] == "cpu":
+                print("no GPU here: the times are those of an H200")
             print(plan_text(plan) + ("\n" + training_text(training, gpus) if training else ""))
         return 0
 

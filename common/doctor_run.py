@@ -68,8 +68,10 @@ def diagnose(arguments) -> int:
         wrong = doctor.conclusions(findings, found_width, width, computed_in)
         content["head_agreement"] = last_state_readings(target, stored)
     content.update(findings=[vars(finding) for finding in findings], conclusions=wrong)
-    report.save_json(Path(arguments.output) / "report.json", plain(content))
+    path = Path(arguments.output) / "report.json"
+    report.save_json(path, plain(content))
     show(arguments, content, findings, len(stored))
+    print(path)
     return 1 if wrong else 0
 
 

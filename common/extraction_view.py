@@ -19,6 +19,7 @@ from common.shard_writing import cannot_write
 
 LOOK_SECONDS, WINDOW = 0.25, 40  # how often the figures are made anew, and over how many looks speeds are taken
 FEW_SAMPLES = 500  # with fewer, the trainer's defaults may hold nothing out and take a handful of steps
+FEW_OPTIONS = "--eval-fraction 0.2 --tokens-per-step 2048 --max-steps 200 --learning-rate 1e-3"  # instead
 
 
 def interrupted(number, frame):
@@ -144,7 +145,7 @@ def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figu
             f"last state within {norm_error:.1g}; own token right for {own['checked']:,} samples "
             f"({own.get('ties', 0)} by a logit equal to the best, {own['near_ties']} within rounding of it)"
         )
-    few = " --eval-fraction 0.2 --tokens-per-step 2048" if report["committed"] < FEW_SAMPLES else ""
+    few = f" {FEW_OPTIONS}" if report["committed"] < FEW_SAMPLES else ""
     lines.append(f"next: python train_drafter.py --data {shlex.quote(str(out))} --output drafter/{few}")
     return "\n".join(lines)
 

@@ -5,10 +5,13 @@ Called by eval_acceptance.py with plain dicts (`acceptance.AcceptanceCounts.summ
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import platform
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import UserError
@@ -29,11 +32,25 @@ def versions() -> dict[str, str | None]:
 
 def save_json(path: Path, content: dict) -> None:
     """Write report.json through a temporary name. Raises UserError where the directory cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with refusing(path):
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
         temporary.replace(path)
+
+
+def require_writable(path: Path) -> None:
+    """UserError where `save_json` could not write; what is there stays."""
+    with refusing(path), tempfile.TemporaryFile(dir=path.parent):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+
+
+@contextmanager
+def refusing(path: Path):
+    """A folder for `path`, and a UserError for what the file system has against it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); give another --output") from None
 

@@ -39,6 +39,7 @@ from common.shards import (
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}  # fp8: see point_bytes, last_state_bytes
 FILE_OVERHEAD_BYTES = 8192  # zip directory or JSON header, pickle, and the last half-filled disk block
+REMEDY = "next: extract.py --verify DIR --repair drops what is damaged, and the extraction's own command does it again"
 IDLE_SECONDS = 60.0  # a gap between commits counts at most this much: the pause between two runs is not slow capture
 
 
@@ -75,7 +76,8 @@ class Verification:
         counts = ", ".join(f"{len(problems)} {kind}{'s' * (len(problems) != 1)}" for kind, problems in self.problems())
         verdict = "clean" if self.clean else counts
         dropped = f"; {self.dropped} dropped from the manifests, resume redoes them" if self.dropped else ""
-        return [*lines, f"{self.files:,} committed files, {self.bytes / 1e9:.3f} GB read: {verdict}{dropped}"]
+        lines.append(f"{self.files:,} committed files, {self.bytes / 1e9:.3f} GB read: {verdict}{dropped}")
+        return [*lines, REMEDY] if (self.damaged or self.broken_lines) and not self.dropped else lines
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"clean": self.clean}
@@ -269,6 +271,8 @@ def status_text(report: dict[str, Any]) -> str:
     lines += [f"set aside  {count:,} x {reason}" for reason, count in aside[:10]]
     lines += [f"set aside  and {len(aside) - 10:,} more reasons (--json lists them)"] if len(aside) > 10 else []
     lines += [f"damaged    {each}" for each in report["damaged_files"]]
+    if report["damaged_files"]:
+        lines.append("           the extraction's own command does these again; only --verify reads what is in a file")
     if report["half_or_broken_lines"]:
         lines.append(f"manifest   {report['half_or_broken_lines']} half or damaged line(s); a resume redoes their rows")
     return "\n".join(lines)

@@ -185,7 +185,7 @@ class RunDirectory:
         wanted |= {"layout": layout} if layout else {}
         wanted |= {"rows_per_block": rows_per_block} if rows_per_block else {}
         old = {key: value for key, value in info.items() if key in wanted or key not in OWN_FIELDS}
-        if different := differences(old, wanted):
+        if different := differences(in_flags(old), in_flags(wanted)):
             changes = "; ".join(different)
             raise UserError(f"{self.out / DATASET}: {changes}. Resume with the old settings, or use another --output")
         self.info = info
@@ -389,6 +389,11 @@ class RunDirectory:
         """Let others write here. The kernel does the same when the process dies."""
         while self._locks:
             os.close(self._locks.pop())
+
+
+def in_flags(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields under names that tell a person what to give."""
+    return {{"dtype": "dtype of the states (--state-dtype)"}.get(name, name): each for name, each in fields.items()}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -134,9 +134,9 @@ def tokenize_rows(rows: Iterable[Row], tokenizer, *, supervise: str = "all", max
     `load_tokenizer`.  on_progress(rows done, tokens so far) is called every few rows.
     Raises UserError for the first bad row, and when no row is left.
     """
-    if supervise not in SUPERVISE or over_length not in OVER_LENGTH:
-        raise UserError(f"supervise must be one of {SUPERVISE}, over_length one of {OVER_LENGTH}; "
-                        f"found {supervise!r} and {over_length!r}")
+    for flag, value, all_ in (("supervise", supervise, SUPERVISE), ("over-length", over_length, OVER_LENGTH)):
+        if value not in all_:
+            raise UserError(f"--{flag} {value}: expected one of {', '.join(all_)}")
     if max_length is not None and max_length < 1:
         raise UserError(f"the maximum length must be at least 1 token, found {max_length}")
     if max_length is not None and context_length is not None and max_length > context_length:

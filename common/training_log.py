@@ -152,7 +152,7 @@ def step_line(step: int, total: int, figures: dict) -> str:
     parts = [
         f"step {step:,}/{total:,} ({100 * step / total:.1f}%)",
         f"loss {figures['loss']:.4f}",
-        "accuracy " + "/".join(f"{100 * value:.0f}" for value in figures["accuracy_per_step"]) + "%",
+        "train accuracy " + "/".join(f"{100 * value:.0f}" for value in figures["accuracy_per_step"]) + "%",
         f"grad {figures['gradient_norm']:.3f}",
         f"lr {figures['learning_rate']:.2e}",
         f"{figures['tokens_per_second']:,.0f} tok/s",

@@ -147,7 +147,9 @@ def test_bad_input_is_one_clear_line(files, tmp_path, changes, message):
         else:
             extra[key].append(word)
     command = [part for key, values in {**base, **extra}.items() for part in (key, *values)]
+    (tmp_path / "report.json").write_text("of an earlier evaluation")
     done = evaluate(*command, expect=2)
+    assert (tmp_path / "report.json").read_text() == "of an earlier evaluation"
     assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
     assert re.search(message, done.stderr), done.stderr
 

@@ -168,7 +168,7 @@ def test_output_of_another_run(run, small_target, bare, tmp_path):
     RunDirectory(out, extract.identity(arguments, target), rows=1).close()
     assert "capture_points" in run("--capture-points", "2", "4")
     assert "seed" in run("--seed", "1")
-    assert "dtype was 'bfloat16', is now 'fp8'" in run("--state-dtype", "fp8")
+    assert "dtype of the states (--state-dtype) was 'bfloat16', is now 'fp8'" in run("--state-dtype", "fp8")
     assert "last_state_rows was None, is now 'supervised'" in run("--last-state", "supervised")
     assert "speculators expects the last state of every row" in run("--last-state", "supervised", "--layout", "arrow")
     other = tmp_path / "other"

@@ -21,7 +21,7 @@ import torch
 
 from common import shard_run
 from common.errors import UserError
-from common.shard_check import plan_bytes, require_disk, status, status_text, verify
+from common.shard_check import REMEDY, plan_bytes, require_disk, status, status_text, verify
 from common.shard_run import RunDirectory, Skipped
 from common.shard_writing import DiskFull, append_lines, join_run, write_sample
 from common.shards import MANIFEST, Record, ShardReader, block_directories, read_log, to_line, token_hash
@@ -265,7 +265,8 @@ def test_damage_is_found_by_name_redone_and_counted(undisturbed, copied, damage,
     found = verify(copied)
     assert not found.clean
     assert len(getattr(found, kind)) == 1 and re.match(expected, getattr(found, kind)[0])
-    assert any(re.search(expected, line) for line in found.lines()) and "clean" not in found.lines()[-1]
+    assert any(re.search(expected, line) for line in found.lines()) and "clean" not in " ".join(found.lines()[-2:])
+    assert bool(found.damaged or found.broken_lines) == (found.lines()[-1] == REMEDY)
     if repaired is None:
         assert capture(copied, ROWS).lines() == [], "a resume does not read the contents of committed files"
         assert verify(copied, repair=True).dropped == 1

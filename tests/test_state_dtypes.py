@@ -147,7 +147,7 @@ def test_what_is_read_of_eight_bits(samples, tmp_path, layout):
         saved = torch.load(reader.records[0].path, weights_only=True)
         assert saved["scales"].dtype == torch.float32 and saved["scales"].shape == (20, 3)
         assert [state.dtype for state in saved["hidden_states"]] == [FP8, FP8, FP8, torch.bfloat16]
-    with pytest.raises(UserError, match="dtype was 'fp8', is now 'bfloat16'"):
+    with pytest.raises(UserError, match=r"dtype of the states .--state-dtype. was 'fp8', is now 'bfloat16'"):
         write(out, samples, "bfloat16", layout)
 
 

@@ -117,8 +117,8 @@ def test_ids_outside_the_vocabulary(smollm2):
 
 def test_bad_settings(smollm2):
     for settings, message in (
-        ({"supervise": "some"}, "supervise must be one of"),
-        ({"over_length": "cry"}, "over_length one of"),
+        ({"supervise": "some"}, "--supervise some: expected one of all, last, each"),
+        ({"over_length": "cry"}, "--over-length cry: expected one of truncate, skip"),
         ({"max_length": 0}, "at least 1 token"),
     ):
         with pytest.raises(UserError, match=message):
