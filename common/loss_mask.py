@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import suppress
 
 from common.errors import UserError
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "assistant turns not supervised: the template shows them otherwise in later turns (use supervise 'each')"
 NO_PROMPT = "assistant turns not supervised: nothing comes before them"
+NO_CALLS = "rows whose tool calls the chat template does not show: their turns train as if nothing had been called"
 
 
 def supervise(tokenizer, messages: list[dict], place: str, which: str = "all", tools: list | None = None,
               template_kwargs: dict | None = None) -> tuple[list[int], list[int], dict[str, int]]:
-    """Token ids [L], loss mask [L] of 0 and 1, and how many assistant turns were left out, by reason.
+    """Token ids [L], loss mask [L] of 0 and 1, and counts of what is left out, by reason: turns, or tool calls.
 
     messages: ends with an assistant message.  which: "all" assistant turns or the "last" only.
     place: how errors name the row.  template_kwargs: extra variables of the chat template (enable_thinking, ...).
@@ -37,6 +39,10 @@ def supervise(tokenizer, messages: list[dict], place: str, which: str = "all", t
     text = chat(messages)
     ids = chat(messages, tokenize=True)
     left_out: dict[str, int] = {}
+    if any(message.get("tool_calls") for message in messages):
+        without = [{name: each for name, each in message.items() if name != "tool_calls"} for message in messages]
+        with suppress(UserError):  # a template that refuses such a turn reads the calls
+            left_out |= {NO_CALLS: 1} if chat(without) == text else {}
     if has_marks(tokenizer, tools):
         mask = _mask_from_marks(tokenizer, messages, text, ids, place, tools, template_kwargs)
         if which == "last":

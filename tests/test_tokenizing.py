@@ -9,6 +9,7 @@ import transformers
 from common import embedded_model, tokenizing
 from common.conversations import load_rows, parse_row
 from common.errors import UserError
+from common.loss_mask import NO_CALLS
 from common.tokenizing import load_tokenizer, one_row_per_turn, tokenize_row, tokenize_rows, tokenizer_fingerprint
 from standin_tokenizer import build
 
@@ -123,6 +124,19 @@ def test_bad_settings(smollm2):
     ):
         with pytest.raises(UserError, match=message):
             tokenize_rows(rows_of(chat("Hi", "Yes")), smollm2, **settings)
+
+
+def test_tool_calls_that_the_template_leaves_out_are_counted(smollm2, standin_folder):
+    calls = {"messages": [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]},
+        {"role": "tool", "content": "dry"}, {"role": "assistant", "content": "no"},
+    ]}  # fmt: skip
+    rows = rows_of(calls, chat("Hi", "Yes"))
+    (remark,) = tokenize_rows(rows, smollm2).remarks.items()
+    assert remark == (NO_CALLS, 1) and "weather" not in smollm2.decode(tokenize_rows(rows, smollm2).rows[0].input_ids)
+    shown = tokenize_rows(rows, load_tokenizer(str(standin_folder), trust_remote_code=True))
+    assert not shown.remarks
 
 
 def test_supervise_last(smollm2):
