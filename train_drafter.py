@@ -123,6 +123,10 @@ class TrainArguments:
                     "workers")  # fmt: skip
         wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
         not_negative = ("max_steps", "tokens_per_batch", "read_ahead", "reader_processes")
+        if self.read_ahead > 1000:
+            wrong.append(f"read_ahead {self.read_ahead}: expected 1000 or fewer")
+        if self.reader_processes > self.workers:
+            wrong.append(f"reader_processes {self.reader_processes}: expected at most --workers ({self.workers})")
         wrong += [f"{name} {values[name]}: expected 0 or more" for name in not_negative if values[name] < 0]
         wrong += [f"{name} {values[name]}: expected a number above 0" for name in ("epochs", "learning_rate")
                   if not 0 < values[name] < math.inf]  # fmt: skip
@@ -140,7 +144,7 @@ def main() -> int:
     out = Path(arguments.output)
     heartbeat = out / "heartbeat.json" if rank == 0 else None
     own = checkpoints.own_directory(out) if rank == 0 else nullcontext()
-    number = min(arguments.reader_processes, arguments.workers)
+    number = arguments.reader_processes
     with own, ReaderProcesses(number, arguments.workers) if number else nullcontext() as readers:
         progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)
         try:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # as gloo and NCCL say it
+ONE_OF_SEVERAL = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None  # under torchrun
 OWN_CODE = "it brings its own code; look at it, then pass --trust-remote-code"  # and was not allowed to run it
 
 
@@ -18,12 +20,22 @@ class UserError(Exception):
     """A problem that the person who started the program can mend; the message says what and how."""
 
 
+def complain(text: str) -> None:
+    who = "error" if ONE_OF_SEVERAL is None else f"error of rank {ONE_OF_SEVERAL}"
+    print(f"{who}: " + " ".join(text.split("\n")), file=sys.stderr, flush=True)
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Call `main` and leave the process with its exit status; `UserError` becomes one line on standard error."""
     try:
         status = main() or 0
     except UserError as error:
-        print("error: " + " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
+        complain(str(error))
+        status = EXIT_BAD_INPUT
+    except RuntimeError as error:
+        if ONE_OF_SEVERAL is None or not any(text in str(error) for text in LOST_RANK):
+            raise
+        complain("the connection to another rank broke; that rank's own message says why")
         status = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED

@@ -32,9 +32,9 @@ from common.child_process import begin, how_it_ended, start
 from common.errors import UserError, run
 from common.load_batch import BatchLoader, Loaded
 from common.packing import PackedBatch, room_bytes, room_in
-from common.shared_memory import lock_pages, mapped, unlock_pages
+from common.shared_memory import lock_pages, mapped, sized, unlock_pages
 
-ADVICE = "lower --read-ahead or --tokens-per-batch, or raise `ulimit -v` and `ulimit -l` (or the container's limits)"
+ADVICE = "lower --read-ahead or --tokens-per-batch, or raise `ulimit -v`, `-l` and `-f` (or the container's limits)"
 CLOSE_SECONDS = 10  # how long `close` waits for a disk or a GPU that stands still
 
 
@@ -47,13 +47,18 @@ class ReaderProcesses:
     def __init__(self, number: int, threads: int):
         self._descriptor = os.memfd_create("feed")
         self._memory, self._pinned = None, False
-        self._processes = []
-        for place in range(number):
-            share = threads // number + (place < threads % number)
-            self._processes.append(ReaderProcess(place, max(1, share), self._descriptor))
-        self._turns = itertools.cycle(self._processes)
+        self._processes: list[ReaderProcess] = []
         self._errands: queue.SimpleQueue = queue.SimpleQueue()  # (process, message, event to wait for or None)
         self._courier = threading.Thread(target=self._carry, daemon=True, name="feed-courier")
+        try:
+            for place in range(number):
+                share = threads // number + (place < threads % number)
+                self._processes.append(ReaderProcess(place, max(1, share), self._descriptor))
+        except OSError as error:
+            self.close()
+            raise UserError(f"cannot start {number} reader processes ({error.strerror}); lower --reader-processes, or "
+                            f"raise `ulimit -n` and `ulimit -u`") from None  # fmt: skip
+        self._turns = itertools.cycle(self._processes)
 
     def __enter__(self) -> "ReaderProcesses":
         return self
@@ -65,7 +70,7 @@ class ReaderProcesses:
         """So many buffers for `load`. Called once. UserError when the memory for them cannot be had."""
         shapes = loader.shapes()
         self._room = room_bytes(shapes)
-        os.ftruncate(self._descriptor, buffers * self._room)
+        sized(self._descriptor, buffers * self._room, "the batches", ADVICE)
         self._memory = memory_of_batches(self._descriptor, buffers * self._room)
         if loader.pinned:
             lock_pages(self._memory, f"{buffers} batches", ADVICE)
@@ -119,12 +124,12 @@ class ReaderProcesses:
             process.process.kill()
         if self._courier.is_alive():
             self._errands.put(None)
-            self._courier.join(CLOSE_SECONDS)  # then no copy of the device is under way
+            self._courier.join(CLOSE_SECONDS)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.process.wait(CLOSE_SECONDS)
             process.pipe.close()
-        if self._pinned:
+        if self._pinned and not self._courier.is_alive():  # else a copy of the device may be under way
             with suppress(RuntimeError):  # a device that has failed says so elsewhere
                 unlock_pages(self._memory)
         os.close(self._descriptor)
@@ -147,10 +152,13 @@ class ReaderProcess:
             try:
                 answered, *answer = pickle.loads(self.pipe.recv_bytes())
             except (EOFError, OSError):
+                status = self.process.wait()
+                advice = "what it said stands above this line"
+                if status < 0:  # by a signal
+                    advice = "if memory ran out, lower --read-ahead, --workers or --reader-processes"
                 raise self.failure or UserError(
-                    f"reader process {self.place} (pid {self.process.pid}) {how_it_ended(self.process.wait())}; if "
-                    f"memory ran out (SIGKILL, SIGBUS): lower --read-ahead, --workers or --reader-processes; the same "
-                    f"command continues from the last checkpoint"
+                    f"reader process {self.place} (pid {self.process.pid}) {how_it_ended(status)}; {advice}; the same "
+                    f"command goes on, from the last checkpoint if there is one"
                 ) from None
             self.answers[answered] = answer
         value, error = self.answers.pop(number)
@@ -200,12 +208,16 @@ def main(threads: int, memory_descriptor: int, descriptor: int) -> None:
         with answering:
             pipe.send_bytes(pickle.dumps(answer))
 
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, ConnectionError):
         loader, nbytes = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
         memory, shapes = memory_of_batches(memory_descriptor, nbytes), loader.shapes()
         pool = ThreadPoolExecutor(threads)
         while True:
-            pool.submit(work, *pickle.loads(pipe.recv_bytes()))
+            number, function, arguments = pickle.loads(pipe.recv_bytes())
+            if function is None:
+                pool.submit(work, number, function, arguments)
+            else:  # no batch is to wait behind a plan
+                threading.Thread(target=work, args=(number, function, arguments)).start()
     os._exit(0)  # not waiting for threads that read: nobody asks for it any more
 
 

@@ -116,8 +116,12 @@ class BatchLoader:
 def read_ahead(path: Path) -> None:
     """Let the disk read the whole file while this thread is busy with others. It is advice: whatever is wrong with the
     file, or with advice on its file system, shows when it is read."""
-    with suppress(OSError, AttributeError), open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    with suppress(OSError, AttributeError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would have this thread wait
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
 
 def read_sample(

@@ -46,6 +46,7 @@ class Progress:
         self.heartbeat = Path(heartbeat) if heartbeat is not None else None
         self.every_seconds = every_seconds
         self.stream = stream if stream is not None else sys.stdout
+        quiet = quiet or self.stream is None  # standard output was closed before we were started
         self.quiet = quiet
         self.done: int | None = None  # None until the first update
         self.figures: dict[str, object] = {}

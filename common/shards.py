@@ -34,6 +34,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -284,6 +285,8 @@ class ShardReader:
         """(input_ids, loss_mask, states as stored or None, their scales or None) from the file."""
         import torch
 
+        if not stat.S_ISREG(os.stat(record.path).st_mode):  # reading a pipe would wait for ever
+            raise UserError(f"{record.path}: no regular file")
         if record.path.suffix == ".pt":
             from common.shard_pt import read_saved
 
@@ -293,8 +296,6 @@ class ShardReader:
         else:
             from safetensors import safe_open
 
-            if not record.path.exists():
-                raise FileNotFoundError
             with safe_open(record.path, "pt") as file:
                 wanted = {"token_ids", "loss_mask"} | (STATE_TENSORS if with_states else set())
                 read = {name: file.get_tensor(name) for name in wanted & set(file.keys())}
@@ -371,7 +372,10 @@ def is_placeholder(path: Path) -> bool:
 def file_problem(record: Record, contents: bool = True) -> str | None:
     """What is wrong with a committed file: missing, another size or (`contents`) another xxh3-128; None if sound."""
     try:
-        size = os.stat(record.path).st_size
+        entry = os.stat(record.path)
+        size = entry.st_size
+        if not stat.S_ISREG(entry.st_mode):
+            return "no regular file"
         if size != record.bytes:
             return f"{'truncated' if size < record.bytes else 'too long'}: expected {record.bytes} bytes, found {size}"
         if contents and (found := hash_file(record.path)) != record.xxh3:

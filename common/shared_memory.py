@@ -3,10 +3,19 @@ process. The ring of the capture (common/ring.py) and the batches of the trainin
 """
 
 import mmap
+import os
 
 import torch
 
 from common.errors import UserError
+
+
+def sized(descriptor: int, nbytes: int, what: str, advice: str) -> None:
+    """Give an anonymous file its size. UserError as `mapped`."""
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except (OSError, OverflowError) as error:
+        raise refusal(f"have {what}", nbytes, error, advice) from None
 
 
 def mapped(path: str, nbytes: int, what: str, advice: str) -> torch.Tensor:
@@ -15,8 +24,7 @@ def mapped(path: str, nbytes: int, what: str, advice: str) -> torch.Tensor:
         with open(path, "r+b", buffering=0) as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
     except (OSError, OverflowError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot map {what} of {nbytes / 1e9:.3g} GB ({problem}); {advice}") from None
+        raise refusal(f"map {what}", nbytes, error, advice) from None
 
 
 def lock_pages(memory: torch.Tensor, what: str, advice: str) -> None:
@@ -24,7 +32,11 @@ def lock_pages(memory: torch.Tensor, what: str, advice: str) -> None:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
     except RuntimeError as error:
-        raise UserError(f"cannot page-lock {what} of {len(memory) / 1e9:.3g} GB ({error}); {advice}") from None
+        raise refusal(f"page-lock {what}", len(memory), error, advice) from None
+
+
+def refusal(what: str, nbytes: int, error: Exception, advice: str) -> UserError:
+    return UserError(f"cannot {what} of {nbytes / 1e9:.3g} GB ({getattr(error, 'strerror', None) or error}); {advice}")
 
 
 def unlock_pages(memory: torch.Tensor) -> None:

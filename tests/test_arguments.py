@@ -1,11 +1,17 @@
 """Arguments from flags and from a YAML file that serves all three scripts; nothing misspelt passes in silence."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from common.arguments import parse
 from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -65,3 +71,18 @@ def test_unknown_flag_and_a_yaml_file_that_comes_too_late():
         parse(Arguments, "extract", ["--force", "true", "x.yaml"])
     with pytest.raises(UserError, match="/nowhere.yaml: cannot be read"):
         parse(Arguments, "extract", ["/nowhere.yaml"])
+
+
+def test_a_rank_of_several_says_which_it_is_and_who_ended_first():
+    def ends_with(what: str, **ranks) -> str:
+        code = f"from common.errors import UserError, run\ndef main(): raise {what}\nrun(main)"
+        environment = {name: each for name, each in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | ranks
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+        return f"{done.returncode} {done.stderr.strip().splitlines()[-1]}"
+
+    two, lost = {"RANK": "1", "WORLD_SIZE": "2"}, "RuntimeError('[gloo] Connection closed by peer [::1]:7')"
+    assert ends_with("UserError('a disk is full')") == "2 error: a disk is full"
+    assert ends_with("UserError('a disk is full')", **two) == "2 error of rank 1: a disk is full"
+    assert ends_with(lost, **two).startswith("2 error of rank 1: the connection to another rank broke; ")
+    assert ends_with("RuntimeError('something else')", **two) == "1 RuntimeError: something else"
+    assert ends_with(lost).startswith("1 RuntimeError")

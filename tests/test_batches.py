@@ -1,6 +1,7 @@
 """Packing, the held-out split, and the feed that reads ahead."""
 
 import itertools
+import os
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -324,11 +325,16 @@ def test_a_damaged_file_is_set_aside_by_its_checksum(tmp_path):
     data[-4000] ^= 1
     path.write_bytes(data)
     schedule = make_schedule(reader, 1)
+    reader.records[4].path.unlink()
+    os.mkfifo(reader.records[4].path)  # to read it would wait for ever
+    with pytest.raises(UserError, match="data_4.pt: no regular file"):
+        make_schedule(reader, 1)
     feed = Feed(reader, schedule, STEPS)
     problems = [each for step in itertools.islice(feed, schedule.steps(0)) for loaded in step.loaded
                 for each in (loaded.set_aside, feed.release(loaded))[0]]  # fmt: skip
     feed.close()
-    assert [each["index"] for each in problems] == [2] and "xxh3" in problems[0]["reason"]
+    reasons = {each["index"]: each["reason"] for each in problems}
+    assert reasons.keys() == {2, 4} and "xxh3" in reasons[2] and "no regular file" in reasons[4]
 
 
 def test_not_finite_names_the_state_and_the_row_and_large_finite_rows_pass():

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -173,11 +174,34 @@ def test_a_buffer_is_overwritten_after_its_copy_is_over_and_not_before(folder):
         assert fourth.batch.embed_ids.data_ptr() == second.batch.embed_ids.data_ptr()
 
 
-def test_memory_that_cannot_be_had_is_one_line(folder):
+@pytest.mark.parametrize("buffers", [10**10, 10**18])
+def test_memory_that_cannot_be_had_is_one_line(folder, buffers):
     reader = ShardReader(folder / "states")
-    said = "cannot map the batches of .* GB .*; lower --read-ahead"
+    said = "cannot (map|have) the batches of .* GB .*; lower --read-ahead"
     with ReaderProcesses(1, 1) as readers, pytest.raises(UserError, match=said):
-        Feed(reader, make_schedule(reader), STEPS, buffers=10**10, readers=readers)
+        Feed(reader, make_schedule(reader), STEPS, buffers=buffers, readers=readers)
+
+
+def test_processes_that_cannot_be_started_are_one_line_and_leave_none(folder):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    sixth_free = next(limit for limit in itertools.count() if limit - len([each for each in used if each < limit]) == 6)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (sixth_free, hard))
+        with pytest.raises(UserError, match="cannot start 9 reader processes .*; lower --reader-processes"):
+            ReaderProcesses(9, 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    must_end(readers_of(psutil.Process()))
+
+
+def test_batches_do_not_wait_behind_a_plan(folder):
+    reader = ShardReader(folder / "states")
+    with ReaderProcesses(1, 1) as readers:
+        feed = Feed(reader, make_schedule(reader), STEPS, readers=readers)
+        readers.submit(time.sleep, 60)
+        started = time.monotonic()
+        assert len(everything(feed, 8)) and time.monotonic() - started < 30
 
 
 # ---- trouble ---------------------------------------------------------------------------------------------------------
@@ -218,19 +242,16 @@ def test_an_error_of_the_device_is_raised_and_nobody_waits(folder):
             next(feed)
 
 
-def test_closing_does_not_wait_for_a_file_that_cannot_be_read(folder, tmp_path):
+def test_closing_does_not_wait_for_a_process_that_stands_still(folder):
     reader = ShardReader(folder / "states")
-    schedule = make_schedule(reader, 1)
     with ReaderProcesses(2, 2) as readers:
-        feed = Feed(reader, schedule, STEPS, buffers=1, readers=readers)
-        processes = readers_of(psutil.Process())
+        feed = Feed(reader, make_schedule(reader, 1), STEPS, buffers=1, readers=readers)
         loaded = next(feed).loaded + next(feed).loaded
-        os.mkfifo(tmp_path / "hangs")
-        for record in schedule.records:
-            record.path = tmp_path / "hangs"
+        processes = readers_of(psutil.Process())
+        for process in processes:
+            process.suspend()
         for each in loaded:
             feed.release(each)
-        time.sleep(0.5)
         started = time.monotonic()
     assert time.monotonic() - started < 3
     assert len(processes) == 2
@@ -281,7 +302,7 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_losses(folder, u
     status, said, errors = disturbed(arguments, lambda _, readers: readers[1].kill())
     assert status == 2 and "continuing from" in said
     assert errors.startswith("error: reader process 1 (pid ") and errors.count("\n") == 1
-    assert "was killed by SIGKILL; if memory ran out" in errors and "continues from the last checkpoint" in errors
+    assert "was killed by SIGKILL; if memory ran out" in errors and "goes on, from the last checkpoint" in errors
 
     status, said, errors = disturbed(arguments, lambda process, _: process.kill())
     assert status == -signal.SIGKILL and not errors

@@ -360,7 +360,8 @@ def test_a_picture_that_cannot_be_written_does_not_end_the_run(folder, tmp_path,
 @pytest.mark.parametrize(
     "name, value",
     [("max_steps", -1), ("epochs", 0.0), ("epochs", math.nan), ("epochs", math.inf), ("workers", 0), ("read_ahead", -1),
-     ("reader_processes", -1), ("learning_rate", math.nan), ("learning_rate", 0.0), ("tokens_per_batch", -1),
+     ("reader_processes", -1), ("reader_processes", 5), ("read_ahead", 10**20), ("learning_rate", math.nan),
+     ("learning_rate", 0.0), ("tokens_per_batch", -1),
      ("eval_fraction", 1.0), ("eval_fraction", -0.1), ("eval_fraction", math.nan)],
 )  # fmt: skip
 def test_a_number_that_cannot_be_is_refused_at_once(name, value):
