@@ -12,6 +12,7 @@ was stopped, whatever stopped it, from its newest whole checkpoint.
 
 import json
 import math
+import shlex
 import signal
 import threading
 import time
@@ -370,8 +371,11 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         told = f"best at step {best['step']:,}: tau {best['tau']:.3f}, step-0 accuracy {best['step0_accuracy']:.1%}"
     took = duration(time.monotonic() - started)
     skips = f", {without:,} skipped for a non-finite gradient" if without else ""
+    evaluation = ["--drafter", str(out), "--data", *arguments.data, *([] if held_out else ["--split", "all"])]
+    if arguments.data_points:
+        evaluation += ["--model", model, "--data-points", *map(str, arguments.data_points)]
     progress.close(f"{total_steps:,} steps, {total_steps - began_at:,} of them now in {took}{skips}; {told}; drafter "
-                   f"in {out}")  # fmt: skip
+                   f"in {out}\nnext: python eval_acceptance.py {shlex.join(evaluation)}")  # fmt: skip
     return 0
 
 

@@ -200,7 +200,7 @@ def test_exit_status_and_single_line(tmp_path):
 
 def test_missing_arguments():
     done = subprocess.run([sys.executable, "extract.py"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "--model is missing" in done.stderr
+    assert done.returncode == 2 and "--model, --data, --output missing" in done.stderr
 
 
 def test_plan_needs_no_engine(small_target, tmp_path, monkeypatch, capsys):

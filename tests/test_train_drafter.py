@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,6 +139,16 @@ def test_a_run_leaves_drafter_curves_metrics_and_arguments(folder, learned):
     assert len(shown) == 20 and "forward" in shown[0] and "tok/s" in shown[0]
     arguments = json.loads((run / "arguments.json").read_text())
     assert arguments["learning_rate"] == 5e-3 and arguments["eval_fraction"] == 0.1 and arguments["ttt_steps"] == 2
+
+
+def test_the_next_command_that_it_names_runs(learned, tmp_path):
+    last = learned[1].strip().splitlines()[-1]
+    assert last.startswith("next: python eval_acceptance.py --drafter ")
+    program, *arguments = shlex.split(last.removeprefix("next: python "))
+    done = subprocess.run([sys.executable, ROOT / program, *arguments, "--device", "cpu"], cwd=tmp_path,
+                          env=environment(), capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "acceptance" / "report.json").exists()
 
 
 def test_the_evaluation_is_offline_eval_on_the_held_out_rows(folder, learned):
