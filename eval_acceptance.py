@@ -121,7 +121,7 @@ def main() -> int:
 
         found, status = in_engine(arguments, settings_of(arguments))
         content.update(found)
-    report.save_json(report_path, content)
+        report.save_json(report_path, content)
     show(arguments, content)
     return status
 

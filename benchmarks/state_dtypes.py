@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from common.cpu_threads import compute_alone  # noqa: E402
 from common.errors import UserError, run  # noqa: E402
-from common.feed import compute_alone  # noqa: E402
 from common.report import print_table  # noqa: E402
 from common.shard_run import OWN_FIELDS, RunDirectory  # noqa: E402
 from common.shard_writing import write_sample  # noqa: E402

@@ -9,7 +9,6 @@ named, it is counted, and its place in the batch stays empty.
 """
 
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 from common.batches import Schedule
+from common.cpu_threads import compute_alone
 from common.feed_process import Job, ReaderProcesses
 from common.load_batch import BatchLoader, Loaded, read_sample
 from common.packing import PackedBatch
@@ -116,18 +116,6 @@ class Feed:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._running.clear()
         self._free.clear()
-
-
-def compute_alone(threads: int) -> None:
-    """This thread runs each torch operation by itself, threads that begin later with teams of `threads` as before.
-
-    PyTorch keeps the number a thread has set also for threads that have not computed yet, hence the third thread.
-    """
-    torch.get_num_threads()  # the first call takes the number of the process and would do so later
-    torch.set_num_threads(1)
-    restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
-    restoring.start()
-    restoring.join()
 
 
 class SetAside:

@@ -39,8 +39,9 @@ CLOSE_SECONDS = 10  # how long `close` waits for a disk or a GPU that stands sti
 
 
 class ReaderProcesses:
-    """`number` processes with `threads` threads between them. UserError from `result()` of a job when one has died.
+    """`number` processes with `threads` threads between them, at least one each.
 
+    UserError from `result()` of a job when its process has died.
     Messages are pickled here: multiprocessing would put tensors in them into files of /dev/shm.
     """
 
@@ -53,7 +54,7 @@ class ReaderProcesses:
         try:
             for place in range(number):
                 share = threads // number + (place < threads % number)
-                self._processes.append(ReaderProcess(place, max(1, share), self._descriptor))
+                self._processes.append(ReaderProcess(place, share, self._descriptor))
         except OSError as error:
             self.close()
             raise UserError(f"cannot start {number} reader processes ({error.strerror}); lower --reader-processes, or "

@@ -18,6 +18,7 @@ import torch
 from common.acceptance import AcceptanceCounts, temperature_terms
 from common.capture_points import CapturePoints
 from common.conversations import hash_of
+from common.cpu_threads import one_thread
 from common.draft_tree import grow_tree, tokens_on_target_path
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import DraftChain, draft
@@ -117,18 +118,6 @@ def count_group(counts: AcceptanceCounts, drafter: Drafter, target: TargetParts,
             source=record.source,
             expected=tuple(terms[here.numpy()] for terms in expected) or None,
         )
-
-
-@contextmanager
-def one_thread():
-    """Within it PyTorch computes on the CPU with this thread alone: a team of threads gains nothing for copies of a few
-    kilobytes, and on busy cores its members wait for each other (30 ms instead of 1 to pack a sample)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

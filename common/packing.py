@@ -29,9 +29,8 @@ from typing import Protocol
 import torch
 
 from common.errors import UserError
+from common.shared_memory import PAGE
 from common.state_dtypes import FP8
-
-PAGE = 4096  # bytes
 
 
 class Document(Protocol):

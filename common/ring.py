@@ -13,9 +13,9 @@ from collections.abc import Container
 
 import torch
 
-from common.shared_memory import lock_pages, mapped, unlock_pages
+from common.shared_memory import PAGE, lock_pages, mapped, sized, unlock_pages
 
-ALIGNMENT = 4096  # bytes; a page, so that regions never share one
+ALIGNMENT = PAGE  # regions never share one
 ADVICE = "lower --ring-gb or raise `ulimit -v`, and let processes of one user open each other's /proc/PID/fd"
 
 
@@ -29,7 +29,7 @@ class Ring:
     def __init__(self, capacity: int, pin: bool):
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
         self.descriptor = os.memfd_create("ring")
-        os.ftruncate(self.descriptor, self.capacity)
+        sized(self.descriptor, self.capacity, "a ring", ADVICE)
         self.where = (f"/proc/{os.getpid()}/fd/{self.descriptor}", self.capacity)
         self.buffer = attach(self.where)
         self.pinned = pin

@@ -393,7 +393,8 @@ class RunDirectory:
 
 def in_flags(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields under names that tell a person what to give."""
-    return {{"dtype": "dtype of the states (--state-dtype)"}.get(name, name): each for name, each in fields.items()}
+    told = {"dtype": "dtype of the states (--state-dtype)"}
+    return {told.get(name, name): value for name, value in fields.items()}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -9,6 +9,8 @@ import torch
 
 from common.errors import UserError
 
+PAGE = 4096  # bytes
+
 
 def sized(descriptor: int, nbytes: int, what: str, advice: str) -> None:
     """Give an anonymous file its size. UserError as `mapped`."""

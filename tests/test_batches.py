@@ -180,12 +180,23 @@ def test_the_fingerprint_sees_a_changed_or_missing_sample():
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    target = write_target(folder / "target")
+    samples = write_some_bad(folder)
+    return ShardReader(folder / "states"), samples
+
+
+def write_some_bad(folder) -> list:
+    """target/, and states/ of 40 samples, which are returned: 7 holds a NaN, 9 an Inf."""
     samples = [make_sample(10 + 7 * i % 50, seed=i) for i in range(40)]
     for bad, value in ((7, float("nan")), (9, float("inf"))):
         samples[bad][2][1][3, 5] = value
-    write_shards(folder / "states", target, samples)
-    return ShardReader(folder / "states"), samples
+    write_shards(folder / "states", write_target(folder / "target"), samples)
+    return samples
+
+
+def damage(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-4000] ^= 1
+    path.write_bytes(data)
 
 
 def make_schedule(reader, batches_per_step: int = 2, max_tokens: int = 128):
@@ -320,10 +331,7 @@ def test_a_damaged_file_is_set_aside_by_its_checksum(tmp_path):
     target = write_target(tmp_path / "target")
     write_shards(tmp_path / "states", target, [make_sample(30, seed=i) for i in range(6)])
     reader = ShardReader(tmp_path / "states")
-    path = reader.records[2].path
-    data = bytearray(path.read_bytes())
-    data[-4000] ^= 1
-    path.write_bytes(data)
+    damage(reader.records[2].path)
     schedule = make_schedule(reader, 1)
     reader.records[4].path.unlink()
     os.mkfifo(reader.records[4].path)  # to read it would wait for ever

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.feed import Feed, Mover
 from common.feed_process import ReaderProcesses
 from common.shards import ShardReader
-from tests.test_batches import STEPS, make_schedule
+from tests.test_batches import STEPS, damage, make_schedule, write_some_bad
 from tests.test_state_dtypes import write
 from tests.test_train_drafter import losses
 from tests.training_fixtures import (
@@ -29,8 +29,6 @@ from tests.training_fixtures import (
     make_sample,
     train,
     train_here,
-    write_shards,
-    write_target,
 )
 
 RUN = ["--tokens-per-step", "512", "--learning-rate", "5e-3", "--eval-fraction", "0.15", "--eval-every", "30",
@@ -41,15 +39,8 @@ RUN = ["--tokens-per-step", "512", "--learning-rate", "5e-3", "--eval-fraction",
 def folder(tmp_path_factory):
     """target/, and states/ of 40 samples: 7 holds a NaN, 9 an Inf, 11 is damaged."""
     folder = tmp_path_factory.mktemp("feed")
-    target = write_target(folder / "target")
-    samples = [make_sample(10 + 7 * i % 50, seed=i) for i in range(40)]
-    for bad, value in ((7, float("nan")), (9, float("inf"))):
-        samples[bad][2][1][3, 5] = value
-    write_shards(folder / "states", target, samples)
-    path = ShardReader(folder / "states").records[11].path
-    data = bytearray(path.read_bytes())
-    data[-4000] ^= 1
-    path.write_bytes(data)
+    write_some_bad(folder)
+    damage(ShardReader(folder / "states").records[11].path)
     return folder
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from common.cpu_threads import one_thread
 from common.shard_run import RunDirectory
 from common.shard_writing import write_sample
 from common.shards import Record, token_hash
@@ -93,14 +94,13 @@ def train_here(capsys, *arguments, after=()) -> str:
     import train_drafter
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    argv, threads = sys.argv, torch.get_num_threads()
+    argv = sys.argv
     sys.argv = [*command(*arguments)[1:], *map(str, after)]
-    torch.set_num_threads(1)
     try:
-        assert train_drafter.main() == 0
+        with one_thread():
+            assert train_drafter.main() == 0
     finally:
         sys.argv = argv
-        torch.set_num_threads(threads)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return capsys.readouterr().out if capsys else ""
