@@ -99,7 +99,9 @@ class TrainArguments:
     device: str = option("auto", "'auto', 'cuda' or 'cpu'.")
     # Reading.
     workers: int = option(4, "Threads a rank that read shards ahead.")
-    reader_processes: int = option(0, "Processes a rank for these threads; 0: this one, whose Python they share.")
+    reader_processes: int | None = option(
+        None, "Processes a rank for these threads; 0: this one, whose Python they share. Default: 2 on a GPU, else 0."
+    )
     read_ahead: int = option(3, "Batches a rank reads ahead beyond the current step.")
     check_samples: bool = option(True, "Check checksum and NaN/Inf of each sample when the run first reads it.")
     max_set_aside: int = option(100, "Stop when more samples than this failed their check.")
@@ -123,11 +125,11 @@ class TrainArguments:
         positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every",
                     "workers")  # fmt: skip
         wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
-        not_negative = ("max_steps", "tokens_per_batch", "read_ahead", "reader_processes")
+        not_negative = ("max_steps", "tokens_per_batch", "read_ahead")
         if self.read_ahead > 1000:
             wrong.append(f"read_ahead {self.read_ahead}: expected 1000 or fewer")
-        if self.reader_processes > self.workers:
-            wrong.append(f"reader_processes {self.reader_processes}: expected at most --workers ({self.workers})")
+        if not 0 <= (self.reader_processes or 0) <= self.workers:
+            wrong.append(f"reader_processes {self.reader_processes}: expected 0 to --workers ({self.workers})")
         wrong += [f"{name} {values[name]}: expected 0 or more" for name in not_negative if values[name] < 0]
         wrong += [f"{name} {values[name]}: expected a number above 0" for name in ("epochs", "learning_rate")
                   if not 0 < values[name] < math.inf]  # fmt: skip
@@ -145,6 +147,8 @@ def main() -> int:
     out = Path(arguments.output)
     heartbeat = out / "heartbeat.json" if rank == 0 else None
     own = checkpoints.own_directory(out) if rank == 0 else nullcontext()
+    if arguments.reader_processes is None:
+        arguments.reader_processes = min(2, arguments.workers) if device.type == "cuda" else 0
     number = arguments.reader_processes
     with own, ReaderProcesses(number, arguments.workers) if number else nullcontext() as readers:
         progress = Progress("train", None, unit="steps", heartbeat=heartbeat, every_seconds=30.0, quiet=rank != 0)

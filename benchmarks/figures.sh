@@ -29,7 +29,7 @@ runs() {  # name, program and its arguments
     echo "disk-warm benchmarks/training_disk.py --work $work/disk-warm --dims kimi --samples 300 --warm-cache"
     for number in 0 2; do
         echo "readers-$number benchmarks/training_disk.py --work $ram/readers-$number --dims smollm2 --samples 6000 --length 410" \
-            "--warm-cache --steps 400 --cuda-graphs True --log-every 20 --reader-processes $number"
+            "--warm-cache --steps 1000 --cuda-graphs True --log-every 20 --reader-processes $number"
     done
     echo "cold benchmarks/training_disk.py --work $work/cold --dims smollm2 --samples 10000 --length 48 --steps 2"
     [ "$gpus" -gt 1 ] && echo "gpus benchmarks/training_gpus.py --work $work/gpus --dims kimi --samples 200 --ranks 2" \

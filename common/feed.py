@@ -49,7 +49,8 @@ class Feed:
                  rank: int = 0, ranks: int = 1, pinned: bool = False, workers: int = 4, buffers: int = 3,
                  check: bool = True, readers: ReaderProcesses | None = None):
         self.schedule = schedule
-        self._loader = BatchLoader(reader, schedule.records[0], schedule.budget, num_steps, check, pinned)
+        self._loader = BatchLoader(reader, schedule.records[0], schedule.budget, num_steps, pinned)
+        self._check, self._sound = check, set()  # paths of samples that passed
         self._readers = readers
         buffers += schedule.batches_per_step // ranks
         if readers is None:
@@ -59,7 +60,7 @@ class Feed:
             rooms = readers.begin(self._loader, buffers)
         self._free = deque((room, None) for room in rooms)  # (buffer, event of its last copy)
         self._coming = self._walk(start, rank, ranks)
-        self._running: deque[tuple[int, int, int, Future | Job]] = deque()
+        self._running: deque[tuple[int, int, int, list, Future | Job]] = deque()
 
     def _walk(self, start: tuple[int, int], rank: int, ranks: int) -> Iterator[tuple[int, int, int, list]]:
         """(epoch, step, batches still to come in the step, records) of every batch of this rank, for ever."""
@@ -87,8 +88,10 @@ class Feed:
             self._submit()
             if not self._running:
                 raise RuntimeError("every buffer is in use: release the batches of the step before")
-            epoch, step, to_come, future = self._running.popleft()
+            epoch, step, to_come, records, future = self._running.popleft()
             loaded.append(future.result())
+            bad = {problem["path"] for problem in loaded[-1].set_aside}
+            self._sound.update(record.path for record in records if str(record.path) not in bad)
             if to_come == 0:
                 return Step(epoch, step, loaded, time.perf_counter() - started)
 
@@ -96,12 +99,13 @@ class Feed:
         while self._free:
             epoch, step, to_come, records = next(self._coming)
             buffer, copied = self._free.popleft()
-            self._running.append((epoch, step, to_come, self._load(records, buffer, copied)))
+            self._running.append((epoch, step, to_come, records, self._load(records, buffer, copied)))
 
     def _load(self, records: list, buffer: PackedBatch | None, copied) -> Future | Job:
+        check = [self._check and record.path not in self._sound for record in records]
         if self._readers:
-            return self._readers.load(records, buffer, copied)
-        return self._pool.submit(self._loader.load, records, buffer, copied)
+            return self._readers.load(records, check, buffer, copied)
+        return self._pool.submit(self._loader.load, records, check, buffer, copied)
 
     def release(self, loaded: Loaded, copied: "torch.cuda.Event | None" = None) -> None:
         """Give the buffer back; it is overwritten once the copy to the GPU, whose event is `copied`, is over."""

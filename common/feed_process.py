@@ -87,10 +87,12 @@ class ReaderProcesses:
         self._courier.start()
         return [room_in(room, shapes) for room in self._memory.split(self._room)]
 
-    def load(self, records: list, buffer: PackedBatch, copied: "torch.cuda.Event | None" = None) -> "Job":
+    def load(
+        self, records: list, check: list[bool], buffer: PackedBatch, copied: "torch.cuda.Event | None" = None
+    ) -> "Job":
         """`BatchLoader.load` in one of the processes, once `copied` has happened; `buffer` is one from `begin`."""
         start = buffer.embed_ids.data_ptr() - self._memory.data_ptr()
-        return self._give(None, (records, start, start + self._room), copied, buffer)
+        return self._give(None, (records, check, start, start + self._room), copied, buffer)
 
     def submit(self, function: Callable, *arguments) -> "Job":
         """Any function of a module, in one of the processes."""
@@ -197,8 +199,8 @@ def main(threads: int, memory_descriptor: int, descriptor: int) -> None:
     pipe, answering = begin(descriptor), threading.Lock()
     torch.set_num_threads(1)
 
-    def load(records: list, start: int, end: int):
-        loaded = loader.load(records, room_in(memory[start:end], shapes))
+    def load(records: list, check: list[bool], start: int, end: int):
+        loaded = loader.load(records, check, room_in(memory[start:end], shapes))
         return loaded.batch.numbers(), loaded.indices, loaded.set_aside
 
     def work(number: int, function: Callable | None, arguments: tuple) -> None:

@@ -1,4 +1,4 @@
-"""Loads one batch: reads its samples, checks each the first time it is read (checksum, NaN and Inf), and packs them.
+"""Loads one batch: reads its samples, checks those that the feed names (checksum, NaN and Inf), and packs them.
 
 The threads of a `Feed` (common/feed.py) do it, in the training process or in processes of their own
 (common/feed_process.py). A sample that fails its check is not in the batch, but named beside it.
@@ -46,12 +46,10 @@ class BatchLoader:
     first: the record whose states say how wide a batch is.  pinned: fresh buffers are page-locked.
     """
 
-    def __init__(self, reader: ShardReader, first: Record, budget: Budget, num_steps: int, check: bool,
-                 pinned: bool):
-        self.reader, self.budget, self.num_steps, self.check, self.pinned = reader, budget, num_steps, check, pinned
+    def __init__(self, reader: ShardReader, first: Record, budget: Budget, num_steps: int, pinned: bool):
+        self.reader, self.budget, self.num_steps, self.pinned = reader, budget, num_steps, pinned
         # Codes of eight bits are packed as they are where all samples have them; other engines' directories may not.
         self.widen = bool(reader.foreign) or reader.info.get("dtype") != "fp8"
-        self._checked: set[Path] = set()
         self._blank = self._empty_document(first)
         self._dtypes = [state.dtype for state in self._blank.states]  # other directories may have other ones
 
@@ -67,15 +65,16 @@ class BatchLoader:
         room = self.budget
         return room_shapes(room.tokens, room.queries, room.predicted, self.num_steps, self._blank.states)
 
-    def load(self, records: list, buffer: PackedBatch | None, copied=None) -> Loaded:
-        """The batch of these records, in `buffer` (None: in fresh memory) once its copy, event `copied`, is over."""
+    def load(self, records: list, check: list[bool], buffer: PackedBatch | None, copied=None) -> Loaded:
+        """The batch of these records, those with `check` checked, in `buffer` (None: in fresh memory) once its copy,
+        event `copied`, is over."""
         for record in records:
             read_ahead(record.path)
         if copied is not None:
             copied.synchronize()
         documents, set_aside = [], []
-        for record, room in zip(records, self._rooms(records), strict=True):
-            sample, problem = self._read(record, room)
+        for record, unchecked, room in zip(records, check, self._rooms(records), strict=True):
+            sample, problem = self._read(record, unchecked, room)
             if problem:
                 set_aside.append({"index": record.index, "path": str(record.path), "reason": problem})
             else:
@@ -99,13 +98,11 @@ class BatchLoader:
             own.scratch = torch.empty(sum(sizes), dtype=torch.uint8)
         return list(own.scratch[: sum(sizes)].split(sizes))
 
-    def _read(self, record, room: torch.Tensor | None) -> tuple[Sample | None, str | None]:
+    def _read(self, record, check: bool, room: torch.Tensor | None) -> tuple[Sample | None, str | None]:
         """The sample, cut to the length that fits a batch, or what is wrong with it."""
-        first_time = self.check and record.path not in self._checked
-        sample, problem = read_sample(self.reader, record, first_time, room, self.widen)
+        sample, problem = read_sample(self.reader, record, check, room, self.widen)
         if problem:
             return None, problem
-        self._checked.add(record.path)
         length = self.budget.tokens
         states = [state[:length].to(dtype) for state, dtype in zip(sample.states, self._dtypes, strict=True)]
         rows = None if sample.last_rows is None else sample.last_rows[sample.last_rows < length]

@@ -25,8 +25,9 @@ LOCAL = struct.Struct("<4s22x2H")  # mark, lengths of two names
 TAIL = 4096  # bytes at the end of a file in which the directory of a shard's few records lies
 
 
-def read_saved(path: Path, tokens: int, with_states: bool, buffer: "torch.Tensor | None") -> dict[str, Any]:
-    """What torch.save put into the file of a sample: in `buffer`, else memory-mapped; without the states a copy."""
+def read_saved(path: Path, tokens: int, with_states: bool, content: "torch.Tensor | None") -> dict[str, Any]:
+    """What torch.save put into the file of a sample, over `content` (its bytes, as `read` gives them), else
+    memory-mapped; without the states a copy."""
     import torch
 
     if not with_states:  # they come after ids and mask, of which one token takes 16 bytes
@@ -34,7 +35,7 @@ def read_saved(path: Path, tokens: int, with_states: bool, buffer: "torch.Tensor
         saved = tensors_in(read(path, head=head), head)
         if saved and saved["input_ids"] is not None and saved["loss_mask"] is not None:
             return saved | {name: saved[name].clone() for name in ("input_ids", "loss_mask")}
-    saved = tensors_in(mapped(path) if buffer is None else read(path, buffer))
+    saved = tensors_in(mapped(path) if content is None else content)
     return saved or torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 

@@ -229,16 +229,18 @@ class ShardReader:
         """The sample of `record`, memory-mapped; tensors outlive the reader; arrow states are strided.
 
         Points stored in eight bits are widened to bfloat16, unless `widen` is False: then they are left as they are,
-        float8_e4m3fn, with their scales beside them. `verify` first reads the whole file and compares its xxh3-128.
+        float8_e4m3fn, with their scales beside them. `verify` compares size and xxh3-128 of the whole file first.
         buffer: uint8, of `record.bytes` or more; a v1 file is read into it, and the sample lies there. UserError names
         a file that is missing, damaged or of another shape than its manifest line says.
         """
-        if verify and record.xxh3 is not None and (problem := file_problem(record)):
-            raise UserError(f"{record.path}: {problem}; {REDO}")
         from common.state_dtypes import widened
 
+        verify = verify and record.xxh3 is not None
+        later = buffer is not None and record.path.suffix == ".pt"  # it is hashed where it was read to
+        if verify and (problem := file_problem(record, contents=not later)):
+            raise UserError(f"{record.path}: {problem}; {REDO}")
         with readable(record.path):
-            input_ids, loss_mask, states, scales = self._read(record, True, buffer)
+            input_ids, loss_mask, states, scales = self._read(record, True, buffer, verify and later)
             states, scales = widened(states, scales, points=widen)
             self._must_be_alike(record, states)
         last_rows = None
@@ -281,16 +283,22 @@ class ShardReader:
             names = [str(state.dtype).removeprefix("torch.") for state in states]
         return ["fp8" if name.startswith("float8") else name for name in names]
 
-    def _read(self, record: Record, with_states: bool, buffer: "torch.Tensor | None" = None) -> tuple:
-        """(input_ids, loss_mask, states as stored or None, their scales or None) from the file."""
+    def _read(
+        self, record: Record, with_states: bool, buffer: "torch.Tensor | None" = None, verify: bool = False
+    ) -> tuple:
+        """(input_ids, loss_mask, states as stored or None, their scales or None) from the file, a v1 file by way of
+        `buffer` if there is one, where `verify` hashes it."""
         import torch
 
         if not stat.S_ISREG(os.stat(record.path).st_mode):  # reading a pipe would wait for ever
             raise UserError(f"{record.path}: no regular file")
         if record.path.suffix == ".pt":
-            from common.shard_pt import read_saved
+            from common.shard_pt import read, read_saved
 
-            saved = read_saved(record.path, record.tokens, with_states, buffer)
+            content = None if buffer is None else read(record.path, buffer)
+            if verify and (problem := wrong_contents(record, xxhash.xxh3_128_hexdigest(content.numpy()))):
+                raise UserError(f"{record.path}: {problem}; {REDO}")
+            saved = read_saved(record.path, record.tokens, with_states, content)
             input_ids, mask, scales = saved["input_ids"], saved["loss_mask"], saved.get("scales")
             states = list(saved["hidden_states"]) if with_states else None
         else:
@@ -378,8 +386,8 @@ def file_problem(record: Record, contents: bool = True) -> str | None:
             return "no regular file"
         if size != record.bytes:
             return f"{'truncated' if size < record.bytes else 'too long'}: expected {record.bytes} bytes, found {size}"
-        if contents and (found := hash_file(record.path)) != record.xxh3:
-            return f"contents changed: expected xxh3-128 {record.xxh3}, found {found}"
+        if contents:
+            return wrong_contents(record, hash_file(record.path))
     except FileNotFoundError:
         return "missing"
     except OSError as error:
@@ -387,10 +395,15 @@ def file_problem(record: Record, contents: bool = True) -> str | None:
     return None
 
 
+def wrong_contents(record: Record, found: str) -> str | None:
+    return None if found == record.xxh3 else f"contents changed: expected xxh3-128 {record.xxh3}, found {found}"
+
+
 def hash_file(path: Path, chunk_bytes: int = 4 << 20) -> str:
     """xxh3-128 of a file, in constant memory; other threads run meanwhile."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(chunk_bytes))
+    digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(chunk_bytes, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -93,6 +94,24 @@ def test_two_epochs_and_a_half_in_two_processes_are_those_of_threads(folder):
         named = [problem["index"] for each, _, _, _, problems, _ in seen if each == epoch for problem in problems]
         assert sorted(named) == [7, 9, 11]
     assert seen[-1][0] == 2
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_sample_is_checked_once_whichever_process_reads_it_again(tmp_path, number):
+    write_some_bad(tmp_path)
+    reader = ShardReader(tmp_path / "states")
+    schedule, named = make_schedule(reader), []
+    with ReaderProcesses(2, 2) if number else nullcontext() as readers:
+        feed = Feed(reader, schedule, STEPS, buffers=0, readers=readers)
+        for step in itertools.islice(feed, schedule.steps(0) + schedule.steps(1)):
+            named += [(step.epoch, problem["index"]) for each in step.loaded for problem in each.set_aside]
+            if step.step == schedule.steps(0) - 1 and step.epoch == 0:
+                for record in reader.records:  # nothing of the next epoch has been read
+                    damage(record.path)
+            for each in step.loaded:
+                feed.release(each)
+        feed.close()
+    assert sorted(named) == [(0, 7), (0, 9), (1, 7), (1, 9)]
 
 
 @pytest.mark.parametrize("start, rank, ranks, batches_per_step", [((0, 2), 0, 1, 1), ((1, 1), 1, 2, 4)])

@@ -154,6 +154,10 @@ def test_a_sample_lies_in_the_buffer_that_it_is_given(tmp_path):
         assert all(start < state.data_ptr() < start + record.bytes for state in read_now.states)
     reader.load(reader.records[2], buffer=torch.zeros(record.bytes * 2, dtype=torch.uint8))
     content = record.path.read_bytes()
+    record.path.write_bytes(content[:-4000] + bytes([content[-4000] ^ 1]) + content[-3999:])
+    for room in (None, buffer):
+        with pytest.raises(UserError, match="data_1.pt: contents changed: expected xxh3-128"):
+            reader.load(record, True, room)
     for changed in (content[:-300], content + b"0" * 300, content[: len(content) // 3]):
         record.path.write_bytes(changed)
         with pytest.raises(UserError, match="data_1.pt: not a readable sample"):
