@@ -12,10 +12,10 @@ was stopped, whatever stopped it, from its newest whole checkpoint.
 
 import json
 import math
-import shlex
 import signal
 import threading
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators
 from common.feed import Feed, Mover, SetAside
 from common.feed_process import ReaderProcesses
+from common.load_batch import first_readable
 from common.losses import Teacher
 from common.new_drafter import build_drafter, choose_serving_ids
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
@@ -40,11 +41,10 @@ from common.shard_writing import write_atomically
 from common.shards import ShardReader
 from common.step_profile import StepClock, peak_tflops, to_device, to_host
 from common.target import TargetParts, load_target_parts, model_of, text_config
-from common.train_step import GraphedStep, clipped_step, useful_flops
-from common.training_log import TrainingLog, eval_line, over_steps, read_metrics, step_figures, step_line
+from common.train_step import GraphedStep, clipped_step, learning_rate, useful_flops
+from common.training_log import TrainingLog, over_steps, read_metrics, step_figures
+from common.training_words import closing_lines, eval_line, plan_lines, step_line
 from common.vocab import target_ids
-
-FEW_STEPS = 20  # a run of fewer is told that it is too short to make a drafter
 
 
 def option(default, text: str):
@@ -91,7 +91,7 @@ class TrainArguments:
     warmup_ratio: float = option(0.03, "Share of the steps over which the rate rises from zero.")
     weight_decay: float = option(0.01, "AdamW weight decay of matrices (norm weights have none).")
     beta2: float = option(0.95, "AdamW second moment decay; the first is 0.9.")
-    clip_norm: float = option(1.0, "Largest global gradient norm.")
+    clip_norm: float = option(1.0, "Largest global gradient norm; a large number, 1e9, never clips.")
     seed: int = option(0, "Seed of the weights and of the order of the samples.")
     compile: bool = option(True, "Compile the layer with torch.compile (GPU only; the first step takes longer).")
     cuda_graphs: bool = option(False, "Replay each step as one CUDA graph: pays for small drafters, on one GPU.")
@@ -103,7 +103,7 @@ class TrainArguments:
         None, "Processes a rank for these threads; 0: this one, whose Python they share. Default: 2 on a GPU, else 0."
     )
     read_ahead: int = option(3, "Batches a rank reads ahead beyond the current step.")
-    check_samples: bool = option(True, "Check checksum and NaN/Inf of each sample when the run first reads it.")
+    check_samples: bool = option(True, "Check checksum and NaN/Inf of each sample when a rank first reads it.")
     max_set_aside: int = option(100, "Stop when more samples than this failed their check.")
     max_skipped_steps: int = option(20, "Stop when more steps than this had a non-finite gradient.")
     # Held-out evaluation, checkpoints, logs.
@@ -120,21 +120,21 @@ class TrainArguments:
         self.data = [self.data] if isinstance(self.data, str) else self.data  # one directory in a YAML file
         choices = {"export": ("sglang", "speculators"), "long_documents": ("trim", "skip", "refuse"),
                    "device": ("auto", "cuda", "cpu"), "drafter_type": ("llama", "mla")}  # fmt: skip
+        limits = {  # what is expected, of which numbers, and whether one is so
+            "1 or more": (("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every",
+                           "workers"), lambda n: n >= 1),
+            "0 or more": (("max_steps", "tokens_per_batch"), lambda n: n >= 0),
+            "0 to 1000": (("read_ahead",), lambda n: 0 <= n <= 1000),
+            f"0 to --workers ({self.workers})": (("reader_processes",), lambda n: 0 <= (n or 0) <= self.workers),
+            "a number above 0": (("epochs", "learning_rate", "clip_norm", "step_decay"), lambda n: 0 < n < math.inf),
+            "a number from 0": (("weight_decay",), lambda n: 0 <= n < math.inf),
+            "a number from 0 to below 1": (("eval_fraction", "beta2"), lambda n: 0 <= n < 1),
+            "a number from 0 to 1": (("min_lr_ratio", "warmup_ratio"), lambda n: 0 <= n <= 1),
+        }  # fmt: skip
         values = vars(self)
         wrong = [f"{n} {values[n]}: expected {', '.join(all_)}" for n, all_ in choices.items() if values[n] not in all_]
-        positive = ("ttt_steps", "tokens_per_step", "eval_every", "save_every", "keep_checkpoints", "log_every",
-                    "workers")  # fmt: skip
-        wrong += [f"{name} {values[name]}: expected 1 or more" for name in positive if values[name] < 1]
-        not_negative = ("max_steps", "tokens_per_batch", "read_ahead")
-        if self.read_ahead > 1000:
-            wrong.append(f"read_ahead {self.read_ahead}: expected 1000 or fewer")
-        if not 0 <= (self.reader_processes or 0) <= self.workers:
-            wrong.append(f"reader_processes {self.reader_processes}: expected 0 to --workers ({self.workers})")
-        wrong += [f"{name} {values[name]}: expected 0 or more" for name in not_negative if values[name] < 0]
-        wrong += [f"{name} {values[name]}: expected a number above 0" for name in ("epochs", "learning_rate")
-                  if not 0 < values[name] < math.inf]  # fmt: skip
-        if not 0 <= self.eval_fraction < 1:
-            wrong.append(f"eval_fraction {self.eval_fraction}: expected a number from 0 (no evaluation) to below 1")
+        wrong += [f"{n} {values[n]}: expected {words}" for words, (names, fits) in limits.items()
+                  for n in names if not fits(values[n])]  # fmt: skip
         if self.drafter_type == "mla" and self.export == "speculators":
             wrong.append(f"export speculators: {NO_LATENT_SPECULATORS}")
         if wrong:
@@ -175,10 +175,11 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     target = load_target_parts(model)
     points = points_in_order(reader, text_config(target.config)["num_hidden_layers"])
     training, held_out = split(reader.records, arguments.eval_fraction)
-    tokens_per_batch, batches_per_step = batch_plan(arguments.tokens_per_step, arguments.tokens_per_batch, num_ranks)
     if rank == 0 and (unfinished := checkpoints.remove_unfinished(out)):
         note(f"removed {unfinished} half-written checkpoints of a run that was killed")
     found = ranks.from_first(lambda: checkpoints.latest(out, note))
+    tokens_per_batch = arguments.tokens_per_batch or (found[1]["identity"]["tokens of a batch"] if found else 0)
+    tokens_per_batch, batches_per_step = batch_plan(arguments.tokens_per_step, tokens_per_batch, num_ranks)
 
     # Which documents make up each step.
     progress.stage("counting tokens")
@@ -189,18 +190,13 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     schedule = Schedule(training, sizes, tokens_per_batch, batches_per_step, arguments.seed, arguments.long_documents)
     progress.stage("planning batches")
     total_steps = arguments.max_steps or schedule.total_steps(arguments.epochs)
-    for reason, count in sorted(schedule.counts.items()):
-        note(f"samples: {reason}: {count:,}")
-    note(f"samples: {len(schedule.records):,} to train on, {len(held_out):,} held out")
-    if total_steps < FEW_STEPS:
-        note(f"warning: {total_steps} optimizer steps make no drafter; raise --epochs, or lower --tokens-per-step")
-    note(f"a step: {batches_per_step} batches of {schedule.budget}, {schedule.steps(0):,} steps an epoch; unused room: "
-         + ", ".join(f"{name} {100 * share:.1f}%" for name, share in schedule.padding().items()))  # fmt: skip
+    for line in plan_lines(schedule, len(held_out), len(reader.records), total_steps):
+        note(line)
 
     # The drafter and its optimizer.
     progress.stage("building the drafter")
     drafter = build_drafter(arguments, target, points, frequencies, found, note)
-    check_fit(drafter.config, reader.info, target, reader.load(training[0]), "the drafter", arguments.data[0])
+    check_fit(drafter.config, reader.info, target, first_readable(reader, training), "the drafter", arguments.data[0])
     serving_ids = choose_serving_ids(arguments.serving_ids, drafter.config, target.config, note)
     identity = checkpoints.identify(as_dict(arguments), target, drafter, schedule, held_out)
     on_device = evaluation_target(target, device)
@@ -225,8 +221,12 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         checkpoints.restore(path, drafter, optimizer)
         step, position, best = state["step"], tuple(state["position"]), state["best"]
         skipped += state["skipped_steps"]
-        changed = {k: v for k, v in as_dict(arguments).items() if state["arguments"].get(k) != v}
-        note(f"continuing from {path}, step {step:,}" + (f"; arguments changed: {changed}" if changed else ""))
+        before = state["arguments"]
+        changed = [f"{k} {before.get(k)} -> {v}" for k, v in as_dict(arguments).items() if before.get(k) != v]
+        note(f"continuing from {path}, step {step:,}" + (f"; changed: {', '.join(changed)}" if changed else ""))
+        if step > total_steps:
+            raise UserError(f"{path}: this run is at step {step:,}, beyond the {total_steps:,} asked for; raise "
+                            f"--max-steps or --epochs, or train into another --output")  # fmt: skip
     elif rank == 0 and (out / "metrics.jsonl").exists():
         note(f"an earlier run left no checkpoint in {out} (--save-every): starting again from step 0")
 
@@ -238,7 +238,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     progress.total = total_steps
     progress.update(step)
     progress.stage("first step")
-    stop = catch_signals()
+    stop = catch_signals(note)
     set_aside = SetAside(out / "set_aside.jsonl", note, arguments.check_samples)
     feed = Feed(reader, schedule, arguments.ttt_steps, position, rank, num_ranks, device.type == "cuda",
                 arguments.workers, arguments.read_ahead, arguments.check_samples, readers)  # fmt: skip
@@ -247,17 +247,22 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     how = (arguments.ttt_steps, arguments.step_decay)
     counted, graph = torch.zeros(arguments.ttt_steps, device=device), None
     graphs = arguments.cuda_graphs and device.type == "cuda" and num_ranks == 1
+    if arguments.cuda_graphs and not graphs:
+        note("--cuda-graphs is for one rank with a GPU: this run does without")
     if arguments.compile and device.type == "cuda":
         drafter.compile_parts()
     pending = None  # the step whose figures the device is still computing
     clock, stopped, held_out_checked, skipped_so_far = None, False, None, int(skipped)
-    since_line: list[dict] = []  # figures of the steps that no line has told yet
+    since_line, recent = [], deque(maxlen=20)  # figures of the steps that no line has told yet, and of the last ones
+    failures_before = bad = 0  # samples set aside: by each rank, added up; by all ranks together
     began_at = step
 
     def finish(pending: dict) -> None:
         nonlocal skipped_so_far
         figures = step_figures(pending, peak * num_ranks if peak else None, device)
-        progress.update(pending["step"], loss=f"{figures['loss']:.4f}", tokens_per_second=figures["tokens_per_second"])
+        recent.append(figures)
+        shown = over_steps(recent)
+        progress.update(pending["step"], loss=f"{shown['loss']:.4f}", tokens_per_second=shown["tokens_per_second"])
         if rank == 0:
             log.write("train", pending["step"], figures)
             since_line.append(figures)
@@ -278,14 +283,16 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         for item in now.loaded:
             set_aside.add(item.set_aside)
         batches = [item.batch for item in now.loaded]
-        *counts, tokens, queries, predicted, pairs, samples, bad, stopping = ranks.summed([
+        *counts, tokens, queries, predicted, pairs, samples, failures, stopping = ranks.summed([
             *sum(item.counts for item in now.loaded).tolist(), sum(batch.num_tokens for batch in batches),
             sum(batch.num_queries for batch in batches), sum(batch.num_predicted for batch in batches),
             sum(batch.num_pairs for batch in batches), sum(item.samples for item in now.loaded),
-            set_aside.count, stop.is_set(),
+            len(set_aside.paths), stop.is_set(),
         ])  # fmt: skip
+        if failures != failures_before:  # ranks may have met the same sample, in different epochs
+            failures_before, bad = failures, len(set().union(*ranks.gathered(set_aside.paths)))
         if bad > arguments.max_set_aside:
-            raise UserError(f"{bad:.0f} samples failed their check (--max-set-aside {arguments.max_set_aside}): see "
+            raise UserError(f"{bad:,} samples failed their check (--max-set-aside {arguments.max_set_aside}): see "
                             f"{set_aside.path}; run extract.py --verify on the shards")  # fmt: skip
         to_device(counts, counted)  # over all ranks and batches of the step
         sums = torch.zeros(1 + 2 * arguments.ttt_steps, device=device)  # loss; entropy and hits of each TTT step
@@ -345,7 +352,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
                     note(f"{out / 'curves.png'}: cannot write there ({error.strerror or error}); training goes on")
                 note(eval_line(step, figures, better))
         progress.stage("saving")
-        weights, moments = checkpoints.collect(drafter, optimizer)
+        weights, moments = checkpoints.collect(drafter, optimizer, keep=rank == 0)
         if rank == 0:
             if better or (learned and not held_out and step == total_steps):
                 publish(out, arguments, drafter, target, model, serving_ids, weights)
@@ -356,6 +363,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
                 "arguments": as_dict(arguments), "identity": identity,
             })  # fmt: skip
             checkpoints.prune(out, arguments.keep_checkpoints, best["step"] if best else None)
+        del weights, moments  # as much memory as the next save will need
         progress.stage("")
         clock = None  # the next step begins now
     feed.close()
@@ -370,35 +378,19 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         raise UserError(f"{out}: each of {step} steps was skipped for a non-finite gradient, no weight has changed and "
                         f"no drafter was written; {set_aside.path} names the samples: check them and the target's "
                         f"weights, or lower --learning-rate, and train into another --output")  # fmt: skip
-    told = "nothing was held out"
-    if best:
-        told = f"best at step {best['step']:,}: tau {best['tau']:.3f}, step-0 accuracy {best['step0_accuracy']:.1%}"
-    took = duration(time.monotonic() - started)
-    skips = f", {without:,} skipped for a non-finite gradient" if without else ""
-    evaluation = ["--drafter", str(out), "--data", *arguments.data, *([] if held_out else ["--split", "all"])]
-    if arguments.data_points:
-        evaluation += ["--model", model, "--data-points", *map(str, arguments.data_points)]
-    progress.close(f"{total_steps:,} steps, {total_steps - began_at:,} of them now in {took}{skips}; {told}; drafter "
-                   f"in {out}\nnext: python eval_acceptance.py {shlex.join(evaluation)}")  # fmt: skip
+    told = f"{total_steps:,} steps, {total_steps - began_at:,} of them now in {duration(time.monotonic() - started)}"
+    told += f", {without:,} skipped for a non-finite gradient" if without else ""
+    told += f"; {bad:,} samples set aside, see {set_aside.path}" if bad else ""
+    progress.close(closing_lines(told, out, best, bool(held_out), arguments, model))
     return 0
 
 
 # ---- what the story above calls --------------------------------------------------------------------------------------
 
 
-def learning_rate(arguments: TrainArguments, step: int, total_steps: int) -> float:
-    """Linear warm-up from zero, then a cosine from the peak to `min_lr_ratio` of it (Loshchilov and Hutter 2017)."""
-    warmup = max(1, round(arguments.warmup_ratio * total_steps))
-    if step < warmup:
-        return arguments.learning_rate * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    share = arguments.min_lr_ratio + (1 - arguments.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-    return arguments.learning_rate * share
-
-
 def evaluate_held_out(drafter, target: TargetParts, reader: ShardReader, records, num_steps: int, progress) -> dict:
     """`AcceptanceCounts.summary` over the held-out samples of all ranks; `records` are this rank's."""
-    progress.stage(f"evaluating {len(records):,} samples a rank")
+    progress.stage(f"evaluating {len(records):,} held-out samples" + (" a rank" if dist.is_initialized() else ""))
     with ranks.whole_weights(drafter):
         counts = evaluate(drafter, target, reader.load, records, Setting(num_steps))
     first, *others = ranks.gathered(counts)
@@ -413,13 +405,15 @@ def publish(out: Path, arguments: TrainArguments, drafter: Drafter, target: Targ
         export_speculators(out / "speculators", drafter, target.config, model, weights)
 
 
-def catch_signals() -> threading.Event:
+def catch_signals(note) -> threading.Event:
     """Set by the first SIGINT or SIGTERM: the step is finished and saved. A second one ends the process at once."""
     asked = threading.Event()
 
     def remember(number, frame):
         asked.set()
         signal.signal(number, signal.SIG_DFL)
+        note("stopping: the step is finished and saved first (again: at once, what came after the last checkpoint is "
+             "lost)")  # fmt: skip
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, remember)

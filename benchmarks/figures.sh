@@ -18,11 +18,11 @@ mkdir -p "$work"
 runs() {  # name, program and its arguments
     echo "tests -m pytest -m gpu"
     echo "kimi benchmarks/extraction.py --dims kimi --prompts 96 --returned 8 --ram $ram/kimi --disk $work/kimi"
-    echo "story benchmarks/end_to_end.py --model $model --work $work/story --train '$train --eval-every 500 --max-steps 5000'" \
+    echo "story benchmarks/end_to_end.py --model $model --work $work/story --train '$train --eval-every 1000 --max-steps 6000'" \
         "${PROMPTS:+--prompts $PROMPTS}"
     echo "small benchmarks/extraction.py --model $model --data $work/story/states/chats.jsonl --prompts 8000 --writers 4" \
         "--returned 8 --ram $ram/small --disk $work/small"
-    echo "fp8 benchmarks/state_dtypes.py --states $work/story/states --work $work/fp8 --seeds 3 $train --max-steps 1500"
+    echo "fp8 benchmarks/state_dtypes.py --states $work/story/states --work $work/fp8 --seeds 3 $train --max-steps 1200"
     echo "training benchmarks/training.py --together"
     echo "disk benchmarks/training_disk.py --work $work/disk --dims kimi --samples 300"
     echo "disk-dense benchmarks/training_disk.py --work $work/disk-dense --dims kimi --length 2048 --samples 150"

@@ -28,7 +28,7 @@ from common.batches import Schedule, fingerprint
 from common.drafter import Drafter
 from common.drafter_config import MLA_SIZES
 from common.errors import UserError
-from common.export import fsync_file, readable
+from common.export import fsync_file, os_error, readable
 from common.shard_writing import cannot_write, fsync_directory, take_lock
 from common.shards import hash_file
 from common.target import TargetParts
@@ -70,24 +70,25 @@ def steps_saved(out: Path) -> list[int]:
 # ---- tensors out of a run and into one -------------------------------------------------------------------------------
 
 
-def collect(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """(weights and buffers, optimizer tensors) on the CPU, by name. Every rank must call it when sharded."""
-    weights = {name: whole(tensor) for name, tensor in drafter.state_dict().items()}
+def collect(drafter: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[dict, dict]:
+    """(weights and buffers, optimizer tensors) on the CPU, by name. Every rank must call it when sharded; those that
+    do not `keep` them only give their shards."""
+    weights = {name: whole(tensor, keep) for name, tensor in drafter.state_dict().items()}
     moments = {}
     for name, parameter in drafter.named_parameters():
         for key in MOMENTS:
             if key in optimizer.state.get(parameter, {}):
-                moments[f"{key}.{name}"] = whole(optimizer.state[parameter][key])
+                moments[f"{key}.{name}"] = whole(optimizer.state[parameter][key], keep)
     moments["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         moments["random.cuda"] = torch.cuda.get_rng_state()
-    return weights, moments
+    return (weights, moments) if keep else ({}, {})
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, gathered over the ranks where it is sharded."""
+def whole(tensor: torch.Tensor, keep: bool = True) -> torch.Tensor | None:
+    """A copy on the CPU, gathered over the ranks where it is sharded; None for a rank that does not `keep` it."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().to("cpu", copy=True).contiguous()
+    return full.detach().to("cpu", copy=True).contiguous() if keep else None
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -154,15 +155,6 @@ def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Pat
         shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(final, os_error(error)) from None
     return final
-
-
-def os_error(error: OSError | SafetensorError) -> OSError:
-    """The OSError behind an error of `save_file`, which tells it in its text only; any other defect is raised again."""
-    if isinstance(error, OSError):
-        return error
-    if not (found := re.search(r"\(os error (\d+)\)", str(error))):
-        raise error
-    return OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 def latest(out: Path, note=print) -> tuple[Path, dict] | None:

@@ -11,17 +11,18 @@ Formats: SGLang 0.5.14, `LlamaForCausalLMEagle3` (config.json, model.safetensors
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig
 from common.drafter_config import MLA_SIZES
 from common.errors import UserError
-from common.shard_writing import write_atomically
+from common.shard_writing import cannot_write, write_atomically
 from common.target import text_config
 
 SGLANG_ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -231,14 +232,28 @@ def export_speculators(directory: Path, drafter: Drafter, target_config: dict, t
 
 
 def write_model(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Both files through temporary names, flushed to disk; a reader sees old files or new ones, never half of one."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Both files through temporary names, flushed to disk; a reader sees old files or new ones, never half of one.
+    `UserError` on a full disk."""
     temporary = directory / f".model.safetensors.{os.getpid()}"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    readable(temporary)
-    fsync_file(temporary)
-    os.replace(temporary, directory / "model.safetensors")
-    write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        readable(temporary)
+        fsync_file(temporary)
+        os.replace(temporary, directory / "model.safetensors")
+        write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise cannot_write(directory, os_error(error)) from None
+
+
+def os_error(error: OSError | SafetensorError) -> OSError:
+    """The OSError behind an error of `save_file`, which tells it in its text only; any other defect is raised again."""
+    if isinstance(error, OSError):
+        return error
+    if not (found := re.search(r"\(os error (\d+)\)", str(error))):
+        raise error
+    return OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 def readable(path: Path) -> None:

@@ -9,7 +9,6 @@ named, it is counted, and its place in the batch stays empty.
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,6 @@ class Step:
     epoch: int
     step: int  # within the epoch
     loaded: list[Loaded]
-    waited_seconds: float  # time that the caller stood still for the data
 
 
 class Feed:
@@ -49,12 +47,13 @@ class Feed:
                  rank: int = 0, ranks: int = 1, pinned: bool = False, workers: int = 4, buffers: int = 3,
                  check: bool = True, readers: ReaderProcesses | None = None):
         self.schedule = schedule
-        self._loader = BatchLoader(reader, schedule.records[0], schedule.budget, num_steps, pinned)
+        self._loader = BatchLoader(reader, schedule.records, schedule.budget, num_steps, pinned)
         self._check, self._sound = check, set()  # paths of samples that passed
         self._readers = readers
         buffers += schedule.batches_per_step // ranks
         if readers is None:
-            self._pool = ThreadPoolExecutor(workers, "feed", compute_alone, (torch.get_num_threads(),))
+            device = torch.cuda.current_device() if pinned else None
+            self._pool = ThreadPoolExecutor(workers, "feed", begin_thread, (torch.get_num_threads(), device))
             rooms = [None] * buffers
         else:
             rooms = readers.begin(self._loader, buffers)
@@ -82,7 +81,6 @@ class Feed:
         return self
 
     def __next__(self) -> Step:
-        started = time.perf_counter()
         loaded = []
         while True:
             self._submit()
@@ -93,7 +91,7 @@ class Feed:
             bad = {problem["path"] for problem in loaded[-1].set_aside}
             self._sound.update(record.path for record in records if str(record.path) not in bad)
             if to_come == 0:
-                return Step(epoch, step, loaded, time.perf_counter() - started)
+                return Step(epoch, step, loaded)
 
     def _submit(self) -> None:
         while self._free:
@@ -122,17 +120,24 @@ class Feed:
         self._free.clear()
 
 
+def begin_thread(threads: int, device: int | None) -> None:
+    """A thread begins with GPU 0, whichever its rank has, and page-locking a batch would take memory there."""
+    compute_alone(threads)
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
 class SetAside:
-    """Samples that failed their check: named in a file and to the person, once, and counted."""
+    """Samples that failed their check: named in a file and to the person, once. `paths`: of those that this run met."""
 
     def __init__(self, path: Path, note, check: bool = True):
-        self.path, self.note, self.check, self.count = path, note, check, 0
+        self.path, self.note, self.check, self.paths = path, note, check, set()
         lines = path.read_text().splitlines() if path.exists() else []
         self.named = {json.loads(line).get("path") for line in lines if line.endswith("}")}
 
     def add(self, problems: list[dict]) -> None:
         for problem in problems:
-            self.count += 1
+            self.paths.add(problem["path"])
             if problem["path"] not in self.named:
                 self.named.add(problem["path"])
                 with open(self.path, "a") as file:

@@ -43,19 +43,19 @@ class Loaded:
 class BatchLoader:
     """What is the same for all batches of a run. Any number of threads may load at a time; it can be pickled.
 
-    first: the record whose states say how wide a batch is.  pinned: fresh buffers are page-locked.
+    records: the first that can be read says how wide a batch is.  pinned: fresh buffers are page-locked.
     """
 
-    def __init__(self, reader: ShardReader, first: Record, budget: Budget, num_steps: int, pinned: bool):
+    def __init__(self, reader: ShardReader, records: list[Record], budget: Budget, num_steps: int, pinned: bool):
         self.reader, self.budget, self.num_steps, self.pinned = reader, budget, num_steps, pinned
         # Codes of eight bits are packed as they are where all samples have them; other engines' directories may not.
         self.widen = bool(reader.foreign) or reader.info.get("dtype") != "fp8"
-        self._blank = self._empty_document(first)
+        self._blank = self._empty_document(first_readable(reader, records, self.widen))
         self._dtypes = [state.dtype for state in self._blank.states]  # other directories may have other ones
 
-    def _empty_document(self, first: Record) -> Sample:
-        """One unsupervised token: what an empty batch holds."""
-        sample = self.reader.load(first, widen=self.widen)
+    @staticmethod
+    def _empty_document(sample: Sample) -> Sample:
+        """One unsupervised token, with states as this sample's: what an empty batch holds."""
         scales = None if sample.scales is None else torch.zeros_like(sample.scales[:1])
         return Sample(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
                       [torch.zeros_like(state[:1]) for state in sample.states], None, scales=scales)
@@ -134,6 +134,17 @@ def read_sample(
         return None, str(error)
     problem = not_finite(sample.states, sample.scales) if check else None
     return (None, problem) if problem else (sample, None)
+
+
+def first_readable(reader: ShardReader, records: list[Record], widen: bool = True) -> Sample:
+    """The first of these samples that can be read. UserError, that of the first, where none can."""
+    first_problem = None
+    for record in records:
+        sample, problem = read_sample(reader, record, check=False, widen=widen)
+        if sample is not None:
+            return sample
+        first_problem = first_problem or problem
+    raise UserError(first_problem)
 
 
 def not_finite(states: list[torch.Tensor], scales: torch.Tensor | None = None) -> str | None:

@@ -214,7 +214,11 @@ class ShardReader:
             if info is None:
                 records, info = self._foreign_records(out, points)
             else:
-                records = committed_records(out, info)
+                records, others = committed_records(out, info)
+                missing = info.get("rows", 0) - len(records) - others
+                if missing > 0 and records:
+                    self.remarks.append(f"warning: {out}: {missing:,} of {info['rows']:,} rows are not captured yet; "
+                                        f"the {len(records):,} samples there are used")  # fmt: skip
                 said = info.get("capture_points")
                 if points is not None and said is not None and list(points) != list(said):
                     raise UserError(f"{out}: its states are of points {said}, not {list(points)}; leave them unnamed")
@@ -235,12 +239,8 @@ class ShardReader:
         """
         from common.state_dtypes import widened
 
-        verify = verify and record.xxh3 is not None
-        later = buffer is not None and record.path.suffix == ".pt"  # it is hashed where it was read to
-        if verify and (problem := file_problem(record, contents=not later)):
-            raise UserError(f"{record.path}: {problem}; {REDO}")
         with readable(record.path):
-            input_ids, loss_mask, states, scales = self._read(record, True, buffer, verify and later)
+            input_ids, loss_mask, states, scales = self._read(record, True, buffer, verify)
             states, scales = widened(states, scales, points=widen)
             self._must_be_alike(record, states)
         last_rows = None
@@ -286,18 +286,13 @@ class ShardReader:
     def _read(
         self, record: Record, with_states: bool, buffer: "torch.Tensor | None" = None, verify: bool = False
     ) -> tuple:
-        """(input_ids, loss_mask, states as stored or None, their scales or None) from the file, a v1 file by way of
-        `buffer` if there is one, where `verify` hashes it."""
+        """(input_ids, loss_mask, states as stored or None, their scales or None) from the file."""
         import torch
 
-        if not stat.S_ISREG(os.stat(record.path).st_mode):  # reading a pipe would wait for ever
-            raise UserError(f"{record.path}: no regular file")
+        content = checked_content(record, buffer, verify)
         if record.path.suffix == ".pt":
-            from common.shard_pt import read, read_saved
+            from common.shard_pt import read_saved
 
-            content = None if buffer is None else read(record.path, buffer)
-            if verify and (problem := wrong_contents(record, xxhash.xxh3_128_hexdigest(content.numpy()))):
-                raise UserError(f"{record.path}: {problem}; {REDO}")
             saved = read_saved(record.path, record.tokens, with_states, content)
             input_ids, mask, scales = saved["input_ids"], saved["loss_mask"], saved.get("scales")
             states = list(saved["hidden_states"]) if with_states else None
@@ -340,14 +335,16 @@ class ShardReader:
         return torch.as_tensor(self._foreign_rows[record.path.parent.parent][record.index]["loss_mask"])
 
 
-def committed_records(out: Path, info: dict[str, Any]) -> list[Record]:
-    """Committed samples of one directory, sorted by index; set-aside and damaged lines are left out."""
-    records = []
+def committed_records(out: Path, info: dict[str, Any]) -> tuple[list[Record], int]:
+    """Committed samples of one directory, sorted by index, and the number of rows that were skipped or set aside."""
+    records, others = [], {index for index, entry in read_log(out / SKIPPED).latest().items()}
     for directory in block_directories(out):
         for index, entry in read_log(directory / MANIFEST).latest().items():
             if entry["status"] == COMMITTED:
                 records.append(record_of(entry, sample_path(out, index, info["layout"], info["rows_per_block"])))
-    return sorted(records, key=lambda record: record.index)
+            else:
+                others.add(index)
+    return sorted(records, key=lambda record: record.index), len(others - {record.index for record in records})
 
 
 @contextlib.contextmanager
@@ -375,6 +372,21 @@ def is_placeholder(path: Path) -> bool:
     """Whether a file is the filler that `RunDirectory.finish` gives rows without a sample in layout arrow."""
     with open(path, "rb") as file:
         return path.suffix == ".safetensors" and b'"placeholder"' in file.read(400)
+
+
+def checked_content(record: Record, buffer: "torch.Tensor | None", verify: bool) -> "torch.Tensor | None":
+    """The bytes of a v1 file in `buffer`; None without one. UserError unless the size, and with `verify` the xxh3-128,
+    are those of the manifest line."""
+    in_buffer, verify = buffer is not None and record.path.suffix == ".pt", verify and record.xxh3 is not None
+    content, problem = None, file_problem(record, contents=verify and not in_buffer)
+    if in_buffer and not problem:
+        from common.shard_pt import read
+
+        content = read(record.path, buffer)
+        problem = wrong_contents(record, xxhash.xxh3_128_hexdigest(content.numpy())) if verify else None
+    if problem:
+        raise UserError(f"{record.path}: {problem}; {REDO}")
+    return content
 
 
 def file_problem(record: Record, contents: bool = True) -> str | None:

@@ -1,9 +1,11 @@
-"""One training step around `ttt_loss`: useful operations, clipping inside the optimizer, and CUDA graphs.
+"""One training step around `ttt_loss`: operations, learning rate, clipping inside the optimizer, and CUDA graphs.
 
 Small drafters are bound by kernel launches, so forward and backward can be captured once and replayed
 (`GraphedStep`); clipping and the guard against non-finite gradients ride in the fused AdamW kernel and never wait for
 the device (`clipped_step`). Called by train_drafter.py and benchmarks/training.py.
 """
+
+import math
 
 import torch
 from torch import nn
@@ -51,6 +53,19 @@ def make_optimizer(parameters, learning_rate: float, weight_decay: float = 0.0, 
     """Fused AdamW over the trainable master weights, in their own (full) precision."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+def learning_rate(arguments, step: int, total_steps: int) -> float:
+    """Linear warm-up from zero, then a cosine from the peak to `min_lr_ratio` of it (Loshchilov and Hutter 2017).
+
+    arguments: train_drafter.TrainArguments.
+    """
+    warmup = max(1, round(arguments.warmup_ratio * total_steps))
+    if step < warmup:
+        return arguments.learning_rate * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    share = arguments.min_lr_ratio + (1 - arguments.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return arguments.learning_rate * share
 
 
 @torch.no_grad()

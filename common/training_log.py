@@ -7,6 +7,7 @@ step is there once.
 
 import json
 import math
+import uuid
 from pathlib import Path
 
 import torch
@@ -34,8 +35,11 @@ class TrainingLog:
                 import wandb
             except ImportError:
                 raise UserError("--wandb-project needs the wandb package: pip install wandb") from None
+            name = out / "wandb_id"  # a resumed run goes on under it
+            if not name.exists():
+                write_atomically(name, uuid.uuid4().hex.encode())
             self.wandb = wandb.init(project=wandb_project, dir=str(out), config=arguments, resume="allow",
-                                    id=out.resolve().name)  # fmt: skip
+                                    id=name.read_text(), name=out.resolve().name)  # fmt: skip
 
     def write(self, kind: str, step: int, figures: dict) -> None:
         """UserError where the disk is full: a checkpoint could not be written either."""
@@ -120,7 +124,7 @@ def step_figures(pending: dict, peak_tflops: float | None, device) -> dict:
         "supervised_tokens_per_second": counts[0] / seconds,
         "samples_per_second": pending["samples"] / seconds,
         "mfu": pending["flops"] / seconds / (peak_tflops * 1e12) if peak_tflops else None,
-        "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         "milliseconds": milliseconds,
     }
 
@@ -143,38 +147,3 @@ def over_steps(several: list[dict]) -> dict:
     phases = [figures["milliseconds"] for figures in several]
     one["milliseconds"] = {name: sum(phase[name] for phase in phases) / len(phases) for name in phases[-1]}
     return one
-
-
-def step_line(step: int, total: int, figures: dict) -> str:
-    """One line, the figures of metrics.jsonl in short (of several steps: `over_steps`)."""
-    milliseconds = figures["milliseconds"]
-    whole = sum(milliseconds.values()) or 1.0
-    parts = [
-        f"step {step:,}/{total:,} ({100 * step / total:.1f}%)",
-        f"loss {figures['loss']:.4f}",
-        "train accuracy " + "/".join(f"{100 * value:.0f}" for value in figures["accuracy_per_step"]) + "%",
-        f"grad {figures['gradient_norm']:.3f}",
-        f"lr {figures['learning_rate']:.2e}",
-        f"{figures['tokens_per_second']:,.0f} tok/s",
-        f"{figures['supervised_tokens_per_second']:,.0f} supervised/s",
-        f"{figures['samples_per_second']:,.1f} samples/s",
-    ]
-    parts += [f"MFU {100 * figures['mfu']:.0f}%"] if figures["mfu"] is not None else []
-    parts += [f"{figures['peak_memory_gb']:.1f} GB"] if figures["peak_memory_gb"] is not None else []
-    parts += [", ".join(f"{name} {value:.0f} ms {100 * value / whole:.0f}%" for name, value in milliseconds.items())]
-    parts += [f"skipped steps {figures['skipped_steps']}"] if figures["skipped_steps"] else []
-    parts += [f"set aside {figures['set_aside']}"] if figures["set_aside"] else []
-    return " | ".join(parts)
-
-
-def eval_line(step: int, figures: dict, better: bool) -> str:
-    """The held-out figures in one line."""
-    def percent(values):
-        return "/".join("-" if value is None else f"{100 * value:.1f}" for value in values)
-
-    return (
-        f"held-out at step {step:,}: step-0 accuracy {percent([figures['step0_accuracy']])}%, cumulative "
-        f"{percent(figures['cumulative'])}%, conditional {percent(figures['conditional'])}%, "
-        f"tau {figures['tau']:.3f} walked, {figures['length_per_position']:.3f} per position, "
-        f"{figures['samples']:,} samples{' (best so far)' if better else ''}"
-    )

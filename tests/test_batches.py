@@ -258,12 +258,12 @@ def test_the_feed_packs_what_the_schedule_names_and_sets_bad_samples_aside(shard
         for loaded in step.loaded:
             feed.release(loaded)
     feed.close()
-    assert set_aside.count == 2
+    assert len(set_aside.paths) == 2
     assert any("sample 7 set aside: NaN in state 2 of 4, row 3" in line for line in said)
     assert any("sample 9 set aside: Inf in state 2 of 4, row 3" in line for line in said)
     again = SetAside(tmp_path / "set_aside.jsonl", said.append)
     again.add([{"index": 7, "path": str(reader.records[7].path), "reason": "NaN"}])
-    assert again.count == 1 and len(said) == 2, "a resumed run counts it and does not name it again"
+    assert len(again.paths) == 1 and len(said) == 2, "a resumed run counts it and does not name it again"
 
 
 def test_reading_threads_compute_alone_and_no_others_do(shards):

@@ -86,6 +86,12 @@ def test_optimizer_and_weights_are_stored_in_full_precision(tmp_path):
     assert net.matrix.abs().sum() > 0, "what is collected is a copy"
 
 
+def test_a_rank_that_does_not_write_copies_nothing():
+    net, optimizer = make()
+    step(net, optimizer, 0)
+    assert checkpoints.collect(net, optimizer, keep=False) == ({}, {})
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path):
     net, optimizer = make()
     step(net, optimizer, 0)

@@ -149,12 +149,14 @@ def test_files_of_another_shape_and_eight_bits_without_scales(tmp_path):
         reader.load(reader.records[1])
     strange = [torch.zeros(5, 8).to(torch.float8_e5m2)] * 4
     torch.save(sample | {"hidden_states": strange, "scales": torch.ones(5, 3)}, tmp_path / "data_1.pt")
+    reader = ShardReader(tmp_path, POINTS)  # sizes are those that it found
     with pytest.raises(UserError, match="states in torch.float8_e5m2; of eight bits only torch.float8_e4m3fn"):
         reader.load(reader.records[1])
     torch.save(sample | {"hidden_states": states, "scales": torch.ones(5, 3)}, tmp_path / "data_1.pt")
+    reader = ShardReader(tmp_path, POINTS)
     assert reader.load(reader.records[1], widen=False).scales is None, "scales of states that are no codes"
     torch.save(sample | {"hidden_states": [torch.zeros(5, 6)] * 4}, tmp_path / "data_4.pt")
-    with pytest.raises(UserError, match=r"data_4.pt: expected 4 states of width 8 as in .*data_0.pt, found 4 of w"):
+    with pytest.raises(UserError, match=r"data_4.pt: expected 4 states of width 8 as in .*data_1.pt, found 4 of w"):
         reader.load(reader.records[2])
 
 

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import math
 import re
+import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,6 +318,22 @@ def test_samples_with_nan_are_set_aside_and_named_and_too_many_stop_the_run(fold
         train_here(None, "--output", folder / "run-nan-2", *arguments, "--max-set-aside", "1")
 
 
+def test_a_sample_counts_once_however_often_two_ranks_read_it_and_one_rank_goes_on(folder, capsys):
+    samples = [make_sample(30, seed) for seed in range(30)]
+    for bad in (3, 11):
+        samples[bad][2][0][5, 1] = math.nan
+    states = write_shards(folder / "nan-ranks", folder / "target", samples)
+    arguments = ["--data", states, "--output", folder / "run-nan-ranks", "--tokens-per-step", "256", "--eval-fraction",
+                 "0", "--max-set-aside", "2"]  # fmt: skip
+    launch(*arguments, "--epochs", "4")
+    assert [line["set_aside"] for line in read_metrics(folder / "run-nan-ranks")][-1] == 2
+    first = ShardReader(states).records[0].path  # of which a resumed run knows the size already
+    first.write_bytes(first.read_bytes()[:9000])
+    said = train_here(capsys, *arguments[:-1], "3", "--epochs", "5")
+    assert "continuing from" in said and "room for 128 tokens" in said, "the size of batch that two ranks had"
+    assert "sample 0 set aside" in said and "; 3 samples set aside, see " in said
+
+
 def test_a_non_finite_gradient_skips_the_step_and_too_many_stop_the_run(folder, capsys):
     """Unchecked NaN samples make whole steps NaN: these change nothing and are counted."""
     samples = [make_sample(30, seed) for seed in range(30)]
@@ -362,6 +380,17 @@ def test_a_run_that_changed_no_weight_is_an_error_and_publishes_nothing(folder, 
     assert not [path for path in (tmp_path / "run").rglob("model.safetensors")]
 
 
+def test_a_run_beyond_the_steps_asked_for_is_refused_and_an_unfinished_capture_told(folder, tmp_path, capsys):
+    samples = [make_sample(30, seed) for seed in range(20)]
+    half = write_shards(tmp_path / "half", folder / "target", samples, unfinished=5)
+    arguments = ["--data", half, "--output", tmp_path / "run", *SHORT]
+    said = train_here(capsys, *arguments)
+    assert f"warning: {half}: 4 of 25 rows are not captured yet; the 20 samples there are used" in said
+    assert "held-out samples say little about a drafter" in said
+    with pytest.raises(UserError, match="this run is at step 7, beyond the 3 asked for; raise --max-steps"):
+        train_here(None, *arguments, "--max-steps", "3")
+
+
 def test_a_picture_that_cannot_be_written_does_not_end_the_run(folder, tmp_path, capsys):
     (tmp_path / "run" / "curves.png" / "in the way").mkdir(parents=True)
     said = train_here(capsys, "--data", folder / "few", "--output", tmp_path / "run", *SHORT, "--max-steps", "1")
@@ -372,7 +401,8 @@ def test_a_picture_that_cannot_be_written_does_not_end_the_run(folder, tmp_path,
     "name, value",
     [("max_steps", -1), ("epochs", 0.0), ("epochs", math.nan), ("epochs", math.inf), ("workers", 0), ("read_ahead", -1),
      ("reader_processes", -1), ("reader_processes", 5), ("read_ahead", 10**20), ("learning_rate", math.nan),
-     ("learning_rate", 0.0), ("tokens_per_batch", -1),
+     ("learning_rate", 0.0), ("tokens_per_batch", -1), ("clip_norm", 0.0), ("step_decay", math.inf), ("beta2", 1.0),
+     ("weight_decay", -0.1), ("warmup_ratio", 1.1), ("min_lr_ratio", math.nan),
      ("eval_fraction", 1.0), ("eval_fraction", -0.1), ("eval_fraction", math.nan)],
 )  # fmt: skip
 def test_a_number_that_cannot_be_is_refused_at_once(name, value):
@@ -406,7 +436,7 @@ def test_serving_ids_are_one_a_point_and_told_where_they_differ_from_the_rule(ar
     assert len(notes) == (said is not None) and all(re.search(pattern, note) for note in notes)
 
 
-def test_a_warm_start_keeps_vocabulary_and_sizes(folder, learned):
+def test_a_warm_start_keeps_vocabulary_and_sizes(folder, learned, tmp_path):
     run = folder / "warm"
     arguments = ["--data", folder / "states", "--output", run, *LEARN, "--init-from", learned[0], "--max-steps", "2",
                  "--learning-rate", "1e-6", "--eval-every", "2"]  # fmt: skip
@@ -414,6 +444,36 @@ def test_a_warm_start_keeps_vocabulary_and_sizes(folder, learned):
     assert [line for line in read_metrics(run) if line["kind"] == "eval"][-1]["step0_accuracy"] > 0.95
     old, new = (load_file(each / "model.safetensors") for each in (learned[0], run))
     assert torch.equal(old["d2t"], new["d2t"])
+    for asked, found in ((["--intermediate-size", "64"], 128), (["--norm-output"], False), (["--head-dim", "8"], 16),
+                         (["--draft-vocab-size", "32"], 64)):  # fmt: skip
+        with pytest.raises(UserError, match=f"{asked[0]} .*: the drafter of --init-from has {found}"):
+            train_here(None, *arguments, "--output", tmp_path / "other", after=asked)
+
+
+def test_a_warm_start_is_served_with_contexts_as_long_as_the_targets_or_as_asked(folder, learned, tmp_path, capsys):
+    config = json.loads((learned[0] / "config.json").read_text())
+    shutil.copytree(learned[0], tmp_path / "short", ignore=shutil.ignore_patterns("checkpoints"))
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    for asked, expected in (([], 2048), (["--max-position-embeddings", "4096"], 4096)):
+        run = tmp_path / str(expected)
+        said = train_here(capsys, "--data", folder / "few", "--output", run, *SHORT, "--max-steps", "1", "--init-from",
+                          tmp_path / "short", *asked)  # fmt: skip
+        assert json.loads((run / "config.json").read_text())["max_position_embeddings"] == expected
+        assert f"contexts of {expected:,} tokens (--max-position-embeddings), not 512" in said
+
+
+def test_a_full_disk_while_the_drafter_is_written_is_one_line(folder, tmp_path):
+    """The folder of the last weights is a small disk of its own: publishing fails, and says where."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arguments = ["--data", folder / "few", "--output", tmp_path / "run", *SHORT, "--max-steps", "1"]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # more than any file before it, less than the drafter
+        with pytest.raises(UserError, match=r"run: cannot write there \(File too large\)"):
+            train_here(None, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "run").glob(".model*"))
+    train_here(None, *arguments)
 
 
 @pytest.mark.parametrize(

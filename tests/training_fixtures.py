@@ -69,15 +69,19 @@ def make_sample(length: int, seed: int, prompt: int = 4):
     return ids, mask, [state.to(torch.bfloat16) for state in (codebook[u], codebook[v], noise, last)]
 
 
-def write_shards(folder: Path, target: Path, samples: list, layout: str = "v1") -> Path:
-    """samples: [(input_ids, loss_mask, states)]."""
+def write_shards(folder: Path, target: Path, samples: list, layout: str = "v1", unfinished: int = 0) -> Path:
+    """samples: [(input_ids, loss_mask, states)], the first rows of a source with `unfinished` more; row 0 of these more
+    is set aside."""
     identity = {"model": str(target), "capture_points": list(POINTS), "last_state": "pre-norm", "dtype": "bfloat16"}
-    with RunDirectory(folder, identity, rows=len(samples), layout=layout) as run:
+    with RunDirectory(folder, identity, rows=len(samples) + unfinished, layout=layout) as run:
         for index, (ids, mask, states) in enumerate(samples):
             written = write_sample(folder, index, ids, mask, states, layout, run.rows_per_block)
             run.commit([Record(index, len(ids), int(mask.sum()), written.bytes, written.xxh3,
                                token_hash(ids.tolist()))])  # fmt: skip
-        run.finish()
+        if unfinished:
+            run.put_aside(len(samples), "NaN at point 2", token_hash([len(samples)]))
+        else:
+            run.finish()
     return folder
 
 
