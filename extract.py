@@ -28,7 +28,7 @@ from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_process, read_rows, read_target, tokenize
 from common.extraction_view import Figures, Interrupts, resume_line, summary
 from common.placement import Placement
-from common.plan import plan_of, plan_text
+from common.plan import cpu_text, plan_of, plan_text
 from common.plan_training import training_plan, training_text
 from common.progress import Progress
 from common.shard_check import status, status_text, verify
@@ -118,7 +118,7 @@ def main() -> int:
             print(json.dumps(plan | {"training": training}, indent=1))
         else:
             if target["device"] == "cpu":
-                print("no GPU here: the times are those of an H200")
+                print(cpu_text(plan, training))
             print(plan_text(plan) + ("\n" + training_text(training, gpus) if training else ""))
         return 0
 

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def ensure(output: str | os.PathLike = DEFAULT_OUTPUT) -> Path:
         if _recipe_of(output) is None and any(output.iterdir()):
             raise UserError(f"{output}: exists but is not the converted {GGUF_NAME}; give another --output")
     source = _package_folder()
+    print(f"converting {GGUF_NAME} into {output}, once: half a minute", file=sys.stderr, flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:

@@ -1,5 +1,7 @@
 """The arithmetic of an extraction before it is run: tokens, bytes, host memory, time. Called by `extract.py --plan`."""
 
+import time
+
 import numpy as np
 
 from common.errors import UserError
@@ -50,7 +52,37 @@ def last_rows_kept(last_state: str, samples: list) -> list[int]:
     return [int((np.asarray(sample.loss_mask)[1:] != 0).sum()) for sample in samples]
 
 
+def cpu_tflops(seconds: float = 0.3) -> float:
+    """Of this machine's CPU, in float32 matrix products timed now."""
+    import torch
+
+    a, b, number = torch.rand(1024, 1024), torch.rand(1024, 1024), 0
+    a @ b
+    started = time.perf_counter()
+    while (took := time.perf_counter() - started) < seconds:
+        a @ b
+        number += 1
+    return number * 2 * 1024**3 / took / 1e12
+
+
+def cpu_text(plan: dict, training: dict | None) -> str:
+    """What takes how long where there is no GPU."""
+    tflops = cpu_tflops()
+    capture = 2 * plan["active_parameters"] * plan["tokens"] / tflops / 1e12
+    times = f"capture {time_text(capture)}"
+    times += f", training {time_text(training['flops_per_epoch'] / tflops / 1e12)} an epoch" if training else ""
+    return (f"no GPU here; on this CPU ({1000 * tflops:,.0f} GFLOP/s in a product of matrices) by arithmetic: {times}; "
+            f"expect two to four times that, and a minute for the engine. On an H200:")  # fmt: skip
+
+
+def time_text(seconds: float) -> str:
+    return duration(seconds) if seconds >= 1 else "less than a second"
+
+
 def plan_text(plan: dict) -> str:
+    floor, seconds, disk = plan["floor_seconds_h200"], plan["expected_seconds_h200"], plan["write_gb_per_second"]
+    took = (f"{time_text(floor)} by arithmetic, about {time_text(seconds)} at the measured {MEASURED_SHARE:.0%} of it; "
+            f"a disk that writes less than {disk:.2f} GB/s is the limit instead")  # fmt: skip
     return "\n".join(
         [
             f"{plan['samples']:,} samples, {plan['tokens']:,} tokens ({plan['supervised_tokens']:,} supervised), "
@@ -59,9 +91,7 @@ def plan_text(plan: dict) -> str:
             f"{plan['last_state_share']:.0%} of them); host memory: "
             f"{plan['host_memory_bytes'] / 1e9:g} GB of ring, {plan['gpus']} x --ring-gb",
             f"prefill of {plan['active_parameters'] / 1e9:.3g} B active parameters on {plan['gpus']} H200: "
-            f"{duration(plan['floor_seconds_h200'])} by arithmetic, about "
-            f"{duration(plan['expected_seconds_h200'])} at the measured {MEASURED_SHARE:.0%} of it; a disk that writes "
-            f"less than {plan['write_gb_per_second']:.2f} GB/s is the limit instead",
+            f"{took if seconds >= 1 else time_text(seconds)}",
         ]
     )
 

@@ -7,8 +7,7 @@ sizes are read off the target.
 import numpy as np
 
 from common.errors import UserError
-from common.plan import H200_TFLOPS
-from common.progress import duration
+from common.plan import H200_TFLOPS, time_text
 
 TTT_STEPS, DRAFT_VOCAB, TOKENS_PER_STEP, BUFFERS = 7, 32_000, 65_536, 4  # buffers: one in use, three read ahead
 MEASURED_SHARE = 0.73  # of H200_TFLOPS, reached by a training step at Kimi-K2.5 dimensions (benchmarks/LOG.md)
@@ -54,10 +53,12 @@ def training_plan(samples: list, target: dict, nbytes: int, bytes_per_token: int
 
 def training_text(plan: dict, gpus: int) -> str:
     compute, reading = plan["compute_seconds_per_epoch_h200"], plan["read_seconds_per_epoch"]
+    if max(compute, reading) < 1:
+        return f"training: {time_text(compute)} an epoch on {gpus} H200"
     return (
-        f"training: {duration(compute)} an epoch of arithmetic on {gpus} H200 ({TTT_STEPS} TTT steps, at the measured "
+        f"training: {time_text(compute)} an epoch of arithmetic on {gpus} H200 ({TTT_STEPS} TTT steps, at the measured "
         f"{MEASURED_SHARE:.0%}); an epoch reads {plan['read_bytes_per_epoch'] / 1e9:,.1f} GB once: "
         f"{plan['read_gb_per_second_to_keep_up']:.1f} GB/s keep the GPUs busy, one drive of {DISK_GB_PER_SECOND} GB/s "
-        f"takes {duration(reading)}; host memory {plan['host_memory_bytes'] / 1e9:.1f} GB of pinned batches "
+        f"takes {time_text(reading)}; host memory {plan['host_memory_bytes'] / 1e9:.1f} GB of pinned batches "
         f"(train_drafter.py's defaults)"
     )
