@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.losses import rms_norm
 from common.state_dtypes import rounded_to_fp8
 
 LAST = "last state"
@@ -49,12 +50,6 @@ class Finding:
         return self.found == self.claimed
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Final norm of the target in float32; x [..., H] -> float32 [..., H]."""
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-
-
 def relative_errors(stored: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """float32 [N]: |stored - reference| / |reference| of each row of two [N, H] tensors."""
     stored, reference = stored.float(), reference.float()
@@ -72,7 +67,7 @@ def value_dtype(x: torch.Tensor) -> str:
 
 def with_normed(references: dict[str, torch.Tensor], weight: torch.Tensor, eps: float) -> dict[str, torch.Tensor]:
     """The references and, beside each, the same after the target's final norm; all [N, H]."""
-    normed = {name + NORMED: rms_norm(x, weight, eps).to(x.dtype) for name, x in references.items()}
+    normed = {name + NORMED: rms_norm(x, weight, eps) for name, x in references.items()}
     return {**references, **normed}
 
 
@@ -196,7 +191,7 @@ def head_agreement(last: torch.Tensor, head: torch.Tensor, weight: torch.Tensor,
     head [V, H], weight [H], next_ids int64 [N]. "pre-norm" applies the final norm first; "post-norm" does not. On text
     the target itself wrote, the true reading is near 1.
     """
-    readings = {"pre-norm": rms_norm(last, weight, eps), "post-norm": last.float()}
+    readings = {"pre-norm": rms_norm(last, weight, eps, torch.float32), "post-norm": last.float()}
     return {
         name: float(((x @ head.float().T).argmax(-1) == next_ids).float().mean()) for name, x in readings.items()
     }

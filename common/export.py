@@ -31,7 +31,6 @@ NO_LATENT_SPECULATORS = (
     f"speculators {SPECULATORS_VERSION} has EAGLE-3 drafters with Llama and Qwen3 layers, none with latent attention "
     f"(mla): export for SGLang, or train a Llama drafter"
 )
-IGNORED_ON_READING = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")  # the target's own
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[tuple[int, ...], str]]:

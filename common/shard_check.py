@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.progress import duration
 from common.shard_run import LEADER_LOCK
 from common.shard_writing import cannot_write, mend_log, take_lock
 from common.shards import (
@@ -276,13 +277,6 @@ def status_text(report: dict[str, Any]) -> str:
     if report["half_or_broken_lines"]:
         lines.append(f"manifest   {report['half_or_broken_lines']} half or damaged line(s); a resume redoes their rows")
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """93784 -> "26h 03m 04s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}m {seconds:02}s" if hours else f"{minutes}m {seconds:02}s"
 
 
 def point_bytes(num_points: int, hidden_size: int, dtype: str) -> int:

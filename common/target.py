@@ -47,16 +47,6 @@ class TargetParts:
     def vocab_size(self) -> int:
         return self.embed_tokens.shape[0]
 
-    @property
-    def architecture(self) -> str:
-        """Class name that decides the serving ids (common/capture_points.py)."""
-        return (self.config.get("architectures") or ["unknown"])[0]
-
-    @torch.no_grad()
-    def argmax(self, last_states: torch.Tensor, rows_per_chunk: int = 1024) -> torch.Tensor:
-        """Greedy token of the target, int64 [r], for last states [r, H] (pre-norm), over its whole vocabulary."""
-        return torch.cat([logits.argmax(-1) for logits in self.logit_chunks(last_states, rows_per_chunk)])
-
     @torch.no_grad()
     def logit_chunks(self, last_states: torch.Tensor, rows_per_chunk: int = 1024):
         """Yield logits [n, V] for successive chunks of last states [r, H]; in the head's dtype."""

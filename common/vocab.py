@@ -4,60 +4,20 @@ Chosen once from the supervised tokens of the training data by train_drafter.py,
 rebuilt. `target_id = draft_id + d2t[draft_id]`; `t2d[target_id]` says whether a target token is in it.
 """
 
-from collections.abc import Iterable
-
 import torch
 
 from common.errors import UserError
 
-TOKENS_AT_ONCE = 1 << 20
 TILE = 64  # rows of a matrix that its products take at once
-
-
-def count_tokens(samples: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_size: int) -> torch.Tensor:
-    """Frequencies of supervised tokens over the target vocabulary, int64 [vocab_size].
-
-    samples: pairs (input_ids [L], loss_mask [L]); short ones are counted together. Raises UserError for an id outside
-    0..vocab_size-1, naming the sample.
-    """
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-    waiting_tokens, first = 0, 0  # `first`: number of the first waiting sample
-
-    def add_up() -> None:
-        nonlocal waiting_tokens, first
-        ids, masks = (torch.cat(parts) for parts in zip(*waiting, strict=True))
-        chosen = ids[masks != 0]
-        if chosen.numel() and (chosen.min() < 0 or chosen.max() >= vocab_size):
-            for number, (input_ids, loss_mask) in enumerate(waiting, first):
-                outside = input_ids[(loss_mask != 0) & ((input_ids < 0) | (input_ids >= vocab_size))]
-                if outside.numel():
-                    raise UserError(
-                        f"sample {number}: supervised token id {int(outside[0])} is outside the target vocabulary of "
-                        f"{vocab_size}; were these states made by another model?"
-                    )
-        counts.add_(torch.bincount(chosen, minlength=vocab_size))
-        first += len(waiting)
-        waiting.clear()
-        waiting_tokens = 0
-
-    for sample in samples:
-        waiting.append(sample)
-        waiting_tokens += sample[0].numel()
-        if waiting_tokens >= TOKENS_AT_ONCE:
-            add_up()
-    if waiting:
-        add_up()
-    return counts
 
 
 def build_draft_vocab(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `size` most frequent target tokens, ties broken by the smaller id; 0 means the whole target vocabulary.
 
-    counts: int64 [V] from `count_tokens`. Returns d2t int64 [N] and t2d bool [V], draft ids in ascending order of
-    target id. N is smaller than `size` when fewer distinct tokens were supervised: the caller says so. It is then a
-    multiple of TILE, from 16 of them on: the head's products run at half speed on a GPU otherwise, and what is left out
-    are its rarest tokens. Raises UserError when nothing was supervised.
+    counts: int64 [V], how often each was supervised (`batches.scan`). Returns d2t int64 [N] and t2d bool [V], draft ids
+    in ascending order of target id. N is smaller than `size` when fewer distinct tokens were supervised: the caller
+    says so. It is then a multiple of TILE, from 16 of them on: the head's products run at half speed on a GPU
+    otherwise, and what is left out are its rarest tokens. Raises UserError when nothing was supervised.
     """
     vocab_size = counts.shape[0]
     if size < 0:

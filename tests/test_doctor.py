@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import eval_acceptance
 from common import doctor
 from common.errors import UserError
+from common.losses import rms_norm
 from common.recapture import TokenRow, by_transformers
 from common.shard_run import RunDirectory
 from common.shard_writing import write_sample
@@ -110,7 +111,7 @@ def test_one_wrong_point(states, norm):
 
 def test_post_norm_last_state(states, norm):
     stored = rightly(states)
-    stored[-1] = doctor.rms_norm(stored[-1], *norm).bfloat16()
+    stored[-1] = rms_norm(stored[-1], *norm)
     findings, wrong = verdict(states, norm, stored)
     assert len(wrong) == 1 and wrong[0].startswith("the last state is post-norm")
     assert findings[-1].found == "last state, final norm applied"
@@ -166,7 +167,7 @@ def test_head_agreement_tells_the_norm_state(models):
     parts = load_target_parts(models["own"])
     (sample,) = by_transformers(str(models["own"]), [tokens(0)], [1])
     last = sample[-1]
-    following = (doctor.rms_norm(last, parts.norm, parts.eps) @ parts.lm_head.float().T).argmax(-1)
+    following = (rms_norm(last, parts.norm, parts.eps, torch.float32) @ parts.lm_head.float().T).argmax(-1)
     shares = doctor.head_agreement(last, parts.lm_head, parts.norm, parts.eps, following)
     assert shares["pre-norm"] == 1.0 and shares["post-norm"] < 0.9
 
@@ -207,7 +208,7 @@ def test_command_line(models, tmp_path, monkeypatch, capsys):
     right = by_transformers(str(models["own"]), rows, CLAIM)
     shifted = by_transformers(str(models["own"]), rows, [2, 4, 5])
     for states in shifted:
-        states[-1] = doctor.rms_norm(states[-1], torch.ones(WIDTH), 1e-6).bfloat16()
+        states[-1] = rms_norm(states[-1], torch.ones(WIDTH), 1e-6)
     good = write(tmp_path / "good", models["own"], list(zip(rows, right, strict=True)))
     bad = write(tmp_path / "bad", models["own"], list(zip(rows, shifted, strict=True)))
     assert "every tensor is what it claims to be" in diagnose(good, models["own"], tmp_path / "a", expect=0)

@@ -225,4 +225,4 @@ def test_packed_experts_are_the_weights_to_within_a_step(tmp_path):
     assert one.fingerprint() == other.fingerprint() and other.lm_head.dtype == torch.bfloat16
     assert torch.equal(other.embed_tokens, stored["language_model.model.embed_tokens.weight"])
     assert torch.equal(other.norm, stored["language_model.model.norm.weight"])
-    assert other.architecture == "KimiK25ForConditionalGeneration" and other.eps == 1e-5
+    assert other.eps == 1e-5

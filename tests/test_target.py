@@ -66,7 +66,6 @@ def test_index_with_multimodal_prefix_and_quantised_experts(tmp_path):
     folder = indexed(tmp_path, content, architectures=["KimiK25ForConditionalGeneration"], text_config=text)
     parts = load_target_parts(folder)
     assert torch.equal(parts.lm_head, content["language_model.lm_head.weight"]) and parts.eps == 2e-5
-    assert parts.architecture == "KimiK25ForConditionalGeneration"
 
 
 def test_missing_keys_are_named(tmp_path):
@@ -119,7 +118,7 @@ def test_logits_equal_those_of_transformers(tmp_path):
     parts = load_target_parts(tmp_path)
     state = last[0].reshape(40, 32)
     ours = torch.cat(list(parts.logit_chunks(state, rows_per_chunk=7)))
-    assert torch.allclose(ours, logits, atol=1e-5) and torch.equal(parts.argmax(state), logits.argmax(-1))
+    assert torch.allclose(ours, logits, atol=1e-5) and torch.equal(ours.argmax(-1), logits.argmax(-1))
     twice = torch.cat(list(parts.logit_chunks(rms_norm(state, parts.norm, parts.eps))))
     assert (twice - logits).norm() / logits.norm() > 0.1
 

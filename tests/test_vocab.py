@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.vocab import build_draft_vocab, count_tokens, draft_ids, target_ids
+from common.vocab import build_draft_vocab, draft_ids, target_ids
 
 
 def test_most_frequent_supervised_tokens_ties_by_id():
-    ids = torch.tensor([9, 9, 9, 4, 4, 7, 7, 2, 5, 5, 5, 5])
-    mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0])  # 5 is the most frequent, but never supervised
-    counts = count_tokens([(ids, mask)], 12)
-    assert counts.tolist() == [0, 0, 1, 0, 2, 0, 0, 2, 0, 3, 0, 0]
+    counts = torch.tensor([0, 0, 1, 0, 2, 0, 0, 2, 0, 3, 0, 0])
     d2t, t2d = build_draft_vocab(counts, 2)  # 9, then the tie of 4 and 7 goes to 4
     assert target_ids(d2t).tolist() == [4, 9]
     assert torch.nonzero(t2d).flatten().tolist() == [4, 9]
@@ -41,26 +38,21 @@ def test_full_vocabulary():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(UserError, match="sample 1.*12.*10"):
-        count_tokens([(torch.tensor([1]), torch.tensor([1])), (torch.tensor([12]), torch.tensor([1]))], 10)
     with pytest.raises(UserError, match="no supervised token"):
         build_draft_vocab(torch.zeros(5, dtype=torch.int64), 3)
     with pytest.raises(UserError, match="-1"):
         build_draft_vocab(torch.ones(5, dtype=torch.int64), -1)
 
 
-def test_21_million_tokens_over_163840_ids_take_less_than_a_second():
+def test_32000_of_163840_ids_take_less_than_a_second():
     generator = torch.Generator().manual_seed(0)
-    samples = [
-        ((torch.rand(2100, generator=generator) ** 4 * 163840).long(), torch.ones(2100, dtype=torch.int64))
-        for _ in range(10_000)
-    ]
+    counts = torch.randint(0, 1000, (163840,), generator=generator)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # processor time of one thread: other programs on the machine do not count
     started = time.process_time()
-    counts = count_tokens(samples, 163840)
     d2t, t2d = build_draft_vocab(counts, 32000)
     seconds = time.process_time() - started
     torch.set_num_threads(threads)
-    assert counts.sum() == 21_000_000 and d2t.shape == (32000,) and t2d.sum() == 32000
+    assert d2t.shape == (32000,) and t2d.sum() == 32000
+    assert counts[t2d].min() >= counts[~t2d].max()
     assert seconds < 1.0, f"{seconds:.2f} s"
