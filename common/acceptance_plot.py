@@ -34,7 +34,7 @@ def draw(path: Path, results: list[dict], title: str) -> None:
                           label=f"{result['name']} (tau {tau})")  # fmt: skip
         axis.set_xlabel("draft step k")
         axis.set_title(label, fontsize=10)
-        axis.set_xticks(range(len(results[0]["summary"][name])))
+        axis.set_xticks(range(max(len(result["summary"][name]) for result in results)))
         axis.set_ylim(0, 102)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("% of positions")

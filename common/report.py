@@ -77,9 +77,12 @@ def offline_rows(results: list[dict]) -> tuple[list[str], list[list[str]]]:
         rows.append([label, *(with_interval(s, name, percent=percent) for s in summaries)])
 
     add("step-0 accuracy", "step0_accuracy")
-    for k in range(len(summaries[0]["cumulative"])):
+    for k in range(max(len(s["cumulative"]) for s in summaries)):
         cells = []
         for s in summaries:
+            if k >= len(s["cumulative"]):  # drafted fewer steps
+                cells.append("-")
+                continue
             conditional = s["conditional"][k]
             then = "" if conditional is None else f", conditional {conditional * 100:.1f}%"
             cells.append(with_interval(s, "cumulative", k) + then)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import eval_acceptance
 from common import errors
@@ -123,6 +124,23 @@ def test_sweep_tree_temperature_and_yaml(files, tmp_path):
     by_name = {result["name"]: result["summary"] for result in content["offline"]}
     assert by_name["partly 3/2/11"]["tau"] >= by_name["partly 3/1/4"]["tau"]
     assert 1 < by_name["partly 3/1/4"]["expected_length_min_pq"] < 4
+
+
+@pytest.mark.parametrize("steps", [(5, 3), (3, 5)])
+def test_settings_of_different_depth_stand_side_by_side(files, tmp_path, monkeypatch, steps):
+    ticks = []
+    whole = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *more, **how: (
+        ticks.extend(len(axis.get_xticks()) for axis in self.axes), whole(self, *more, **how)))  # fmt: skip
+    done = evaluate("--drafter", files["copying"], "--data", files["states"], "--split", "all", "--num-steps", *steps,
+                    "--output", tmp_path)  # fmt: skip
+    lines = (tmp_path / "acceptance.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| accepted through step")]
+    assert len(rows) == 5 and ticks == [5, 5]
+    short = steps.index(3)
+    assert all(row[1 - short].startswith("100.0%") for row in rows)
+    assert [row[short] == "-" for row in rows] == [False, False, False, True, True]
+    assert "accepted through step 4" in done.stdout
 
 
 @pytest.mark.parametrize(
