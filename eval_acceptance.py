@@ -35,7 +35,7 @@ class Arguments:
     )
     diagnose: str | None = field(default=None, metadata={"help": "shard folder: say what its states really are"})
     model: str | None = field(
-        default=None, metadata={"help": "target model folder (default: the one that dataset.json of --data names)"}
+        default=None, metadata={"help": "target: folder or hub id (default: the one that dataset.json of --data names)"}
     )
     capture_points: list[int] | None = field(
         default=None, metadata={"help": "layers the drafter reads, where its own config.json is wrong or silent"}
@@ -161,7 +161,7 @@ def offline(arguments: Arguments) -> dict:
     from common.load_drafter import load_drafter
     from common.offline_eval import check_fit, evaluate, evaluation_target, points_in_order
     from common.shards import ShardReader
-    from common.target import load_target_parts, model_of, text_config
+    from common.target import load_target_parts, model_of, target_folder, text_config
 
     settings = settings_of(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,7 +169,7 @@ def offline(arguments: Arguments) -> dict:
     model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data[0]}: no dataset.json names the target model; give --model")
-    target = load_target_parts(model)
+    target = load_target_parts(target_folder(model, reader.info))
     if reader.foreign:
         points_in_order(reader, text_config(target.config)["num_hidden_layers"])  # complains when nobody names them
     fraction = held_out_fraction(arguments)

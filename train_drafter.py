@@ -40,7 +40,7 @@ from common.progress import Progress, duration
 from common.shard_writing import write_atomically
 from common.shards import ShardReader
 from common.step_profile import StepClock, peak_tflops, to_device, to_host
-from common.target import TargetParts, load_target_parts, model_of, text_config
+from common.target import TargetParts, load_target_parts, model_of, target_folder, text_config
 from common.train_step import GraphedStep, clipped_step, learning_rate, useful_flops
 from common.training_log import TrainingLog, over_steps, read_metrics, step_figures
 from common.training_words import closing_lines, eval_line, plan_lines, step_line
@@ -56,7 +56,7 @@ class TrainArguments:
     # What goes in and what comes out.
     data: list[str] = field(metadata={"help": "Directories of shards that extract.py or speculators wrote."})
     output: str = field(metadata={"help": "Directory of the run and of the drafter; a run found there is continued."})
-    model: str | None = option(None, "Target checkpoint, a local directory. Default: the one that the shards name.")
+    model: str | None = option(None, "Target checkpoint: a folder or a hub id. Default: the one that the shards name.")
     data_points: list[int] | None = field(
         default=None, metadata={"nargs": "+", "help": "Capture points of shards that another program wrote."}
     )
@@ -172,7 +172,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data}: the shards do not name their target; give --model")
-    target = load_target_parts(model)
+    target = load_target_parts(target_folder(model, reader.info))
     points = points_in_order(reader, text_config(target.config)["num_hidden_layers"])
     training, held_out = split(reader.records, arguments.eval_fraction)
     if rank == 0 and (unfinished := checkpoints.remove_unfinished(out)):

@@ -16,7 +16,7 @@ from common.capture_points import CapturePoints
 from common.errors import UserError
 from common.progress import Progress
 from common.recapture import TokenRow, by_engine, by_transformers, model_dtype
-from common.target import load_target_parts, model_of, text_config
+from common.target import load_target_parts, model_of, target_folder, text_config
 
 DEFAULT_SAMPLES = 4
 Stored = namedtuple("Stored", "input_ids loss_mask states last_rows dtypes")
@@ -30,7 +30,8 @@ def diagnose(arguments) -> int:
     model = arguments.model or model_of(info)
     if model is None:
         raise UserError(f"{arguments.diagnose}: nothing names the target model; give --model")
-    target = load_target_parts(model)
+    model_folder = str(target_folder(model, info))
+    target = load_target_parts(model_folder)
     layers, width = text_config(target.config)["num_hidden_layers"], target.norm.shape[0]
     claim = arguments.data_points or arguments.capture_points or info.get("capture_points")
     if claim is None:
@@ -54,7 +55,7 @@ def diagnose(arguments) -> int:
             wrong.append(f"tokens of another model: id {int(ids.max())}, this vocabulary has {target.vocab_size}")
         findings = []
     else:
-        references = capture_references(arguments, model, target, stored, claim, layers)
+        references = capture_references(arguments, model_folder, target, stored, claim, layers)
         references = doctor.with_normed(references, target.norm, target.eps)
         tensors = [torch.cat([sample.states[i] for sample in stored]) for i in range(len(names))]
         findings = doctor.examine(names[:-1], tensors[:-1], references, stored[0].dtypes[:-1])

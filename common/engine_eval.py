@@ -9,6 +9,7 @@ anything is reported, the running engine's `layers_to_capture` must be the draft
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import tempfile
@@ -254,13 +255,15 @@ def in_engine(arguments, settings: list[Setting]) -> tuple[dict, int]:
     from common.engine import available_device
     from common.load_drafter import load_drafter
     from common.progress import Progress
-    from common.target import load_config
+    from common.target import checkpoint_folder, load_config
     from common.tokenizing import load_tokenizer
 
     if arguments.model is None:
-        raise UserError("--prompts needs --model: the folder of the target")
+        raise UserError("--prompts needs --model: the folder of the target, or its hub id")
     if arguments.check_parity and arguments.temperature > 0:
         raise UserError("--check-parity compares greedy decoding; leave --temperature at 0")
+    arguments = copy.copy(arguments)
+    arguments.model = str(checkpoint_folder(arguments.model))
     config = load_config(arguments.model)
     points = tuple(arguments.capture_points) if arguments.capture_points else None
     drafters = {path: load_drafter(path, config, points) for path in arguments.drafter}

@@ -85,7 +85,7 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
     if path.name == embedded_model.DEFAULT_OUTPUT.name:
         return embedded_model.ensure(path)
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise UserError(f"{model}: no checkpoint folder there; give an existing folder or a hub id such as org/name")
+        raise UserError(f"{model}: no checkpoint folder there; give --model a folder or a hub id such as org/name")
     from huggingface_hub import snapshot_download
 
     try:
@@ -99,6 +99,17 @@ def model_of(info: dict) -> str | None:
     """The target that shards name in their dataset.json: where it was found then, else its name or hub id."""
     path = info.get("run", {}).get("model_path")
     return path if path and Path(path).is_dir() else info.get("model")
+
+
+def target_folder(model: str, info: dict) -> Path:
+    """The local folder of `model` (a folder or a hub id), the target of shards with this dataset.json.
+
+    The hub id that the shards name is taken at the revision of their capture. UserError as `checkpoint_folder`.
+    """
+    theirs = model == info.get("model")
+    if theirs and "/" not in model and not Path(model).is_dir():  # the folder's name is all that is left of it
+        raise UserError(f"the shards were captured from {model}, and there is no such folder; give it as --model")
+    return checkpoint_folder(model, info.get("revision") if theirs else None)
 
 
 def load_config(model_path: str | Path) -> dict:

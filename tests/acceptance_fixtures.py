@@ -7,6 +7,7 @@ target; with another one it is wrong at known tokens, so that every figure can b
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def write_target(folder: Path) -> Path:
                "model.norm.weight": torch.ones(VOCAB)}  # fmt: skip
     save_file({name: t.to(torch.bfloat16) for name, t in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def in_hub_cache(home: Path, model: str, folder: Path, revision: str = "main") -> dict[str, str]:
+    """Puts a checkpoint where huggingface_hub keeps the download of `model`; the environment that finds it there and
+    asks no network."""
+    repository = home / "hub" / f"models--{model.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / revision).write_text("0123abcd")
+    return {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_HUB_OFFLINE": "1"}
 
 
 def permutation(seed: int = 0) -> torch.Tensor:

@@ -19,6 +19,7 @@ from common.shard_run import RunDirectory
 from common.shard_writing import write_sample
 from common.shards import Record, token_hash
 from common.state_dtypes import FP8, scale_of, to_stored
+from tests.acceptance_fixtures import in_hub_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, WIDTH, VOCAB = 8, 48, 97
@@ -223,6 +224,17 @@ def test_command_line(models, tmp_path, monkeypatch, capsys):
     assert "states of another model: 48 numbers a token, this model has 64" in printed
     with pytest.raises(UserError, match="4 tensors a sample, but 2 points"):
         diagnose(good, models["own"], tmp_path / "e", "--capture-points", "3", "5", expect=2)
+
+
+def test_a_hub_id_names_the_model(models, tmp_path, monkeypatch, capsys):
+    in_hub_cache(tmp_path / "home", "tiny/own", models["own"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    row = tokens(0)
+    good = write(tmp_path / "good", models["own"], [(row, by_transformers(str(models["own"]), [row], CLAIM)[0])])
+    monkeypatch.setattr(sys, "argv", command(good, "tiny/own", tmp_path / "o"))
+    assert eval_acceptance.main() == 0, capsys.readouterr().out
+    assert json.loads((tmp_path / "o" / "report.json").read_text())["model"] == "tiny/own"
 
 
 def test_eight_bits_and_last_states_of_supervised_rows(models, tmp_path, monkeypatch, capsys):

@@ -222,14 +222,16 @@ def test_table_of_runs():
 
 def test_engine_mode_without_a_gpu_says_so(tmp_path, monkeypatch):
     from common import engine, engine_eval, tokenizing
-    from tests.acceptance_fixtures import copying_drafter, permutation, write_drafter, write_target
+    from tests.acceptance_fixtures import copying_drafter, in_hub_cache, permutation, write_drafter, write_target
 
-    target = write_target(tmp_path / "t")
+    in_hub_cache(tmp_path / "home", "tiny/target", write_target(tmp_path / "t"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     drafter = write_drafter(tmp_path / "d", copying_drafter(permutation()))
     (tmp_path / "p.jsonl").write_text('{"turns": ["hello"]}\n')
     monkeypatch.setattr(engine, "available_device", lambda: ("cpu", 0))
     monkeypatch.setattr(tokenizing, "load_tokenizer", lambda *_: None)
-    arguments = SimpleNamespace(model=str(target), check_parity=False, temperature=0.0, capture_points=None, tp=1,
+    arguments = SimpleNamespace(model="tiny/target", check_parity=False, temperature=0.0, capture_points=None, tp=1,
                                 drafter=[str(drafter)], prompts=[str(tmp_path / "p.jsonl")], max_samples=None,
                                 trust_remote_code=False, output=str(tmp_path))  # fmt: skip
     with pytest.raises(UserError, match="needs a GPU, and none is visible"):

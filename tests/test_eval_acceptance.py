@@ -21,6 +21,7 @@ from tests.acceptance_fixtures import (
     VOCAB,
     conversation,
     copying_drafter,
+    in_hub_cache,
     permutation,
     states_of,
     target_config,
@@ -43,9 +44,9 @@ def evaluate(*arguments, expect=0) -> SimpleNamespace:
     return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
 
 
-def program(*arguments) -> subprocess.CompletedProcess:
+def program(*arguments, **variables) -> subprocess.CompletedProcess:
     """A script as a person starts it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,6 +125,45 @@ def test_sweep_tree_temperature_and_yaml(files, tmp_path):
     by_name = {result["name"]: result["summary"] for result in content["offline"]}
     assert by_name["partly 3/2/11"]["tau"] >= by_name["partly 3/1/4"]["tau"]
     assert 1 < by_name["partly 3/1/4"]["expected_length_min_pq"] < 4
+
+
+def test_a_hub_id_names_the_target_in_training_and_evaluation(files, tmp_path):
+    """Given as --model, and by the shards, which were captured at a revision of it."""
+    hub = in_hub_cache(tmp_path / "home", "tiny/target", files["target"])
+    hub |= in_hub_cache(tmp_path / "home", "tiny/older", files["target"], revision="v1")
+    ids, mask = conversation(permutation(), [4, 60], 0)
+    samples = [(ids, mask, states_of(ids, permutation()))]
+    states = write_shards(tmp_path / "states", files["target"], samples, model="tiny/older", revision="v1")
+    common = ["--drafter", files["copying"], "--split", "all"]
+    for name, command in {
+        "flag": [*common, "--data", files["states"], "--model", "tiny/target"],
+        "shards": [*common, "--data", states],
+        "both": [*common, "--data", states, "--model", "tiny/older"],
+    }.items():
+        program("eval_acceptance.py", *command, "--output", tmp_path / name, **hub)
+        content = json.loads((tmp_path / name / "report.json").read_text())
+        assert content["offline"][0]["summary"]["tau"] == 4
+        assert content["data"]["target"] == ("tiny/target" if name == "flag" else "tiny/older")
+    program("train_drafter.py", "--data", states, "--output", tmp_path / "d", "--eval-fraction", 0, "--max-steps", 1,
+            "--tokens-per-step", 64, "--ttt-steps", 2, "--draft-vocab-size", 0, "--device", "cpu", "--tensorboard",
+            "False", **hub)  # fmt: skip
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["target_model"] == "tiny/older"
+
+
+@pytest.mark.parametrize("name, message", [
+    ("nobody/nothing", "nobody/nothing: neither a folder nor a hub id that can be downloaded"),
+    ("/no/where", "/no/where: no checkpoint folder there; give --model a folder or a hub id such as org/name"),
+    ("TheirModel", "the shards were captured from TheirModel, and there is no such folder; give it as --model"),
+])  # fmt: skip
+def test_a_target_that_is_nowhere(files, tmp_path, monkeypatch, name, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ids, mask = conversation(permutation(), [4, 20], 0)
+    samples = [(ids, mask, states_of(ids, permutation()))]
+    shards = write_shards(tmp_path / "s", files["target"], samples, model=name)
+    for number, command in enumerate((["--drafter", files["copying"], "--data", shards, "--split", "all"],
+                                      ["--diagnose", shards])):  # fmt: skip
+        done = evaluate(*command, "--output", tmp_path / str(number), expect=2)
+        assert message in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("steps", [(5, 3), (3, 5)])
