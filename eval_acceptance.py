@@ -68,7 +68,9 @@ class Arguments:
     eval_fraction: float | None = field(
         default=None, metadata={"help": "held-out share, 0-1 (default: what the drafter was trained with, else 0.02)"}
     )
-    max_samples: int | None = field(default=None, metadata={"help": "evaluate at most this many samples or prompts"})
+    max_samples: int | None = field(
+        default=None, metadata={"help": "evaluate at most this many samples or prompts, evenly spread over all"}
+    )
     device: str | None = field(default=None, metadata={"help": "cpu or cuda (default: cuda where there is one)"})
     verify: bool = field(default=False, metadata={"help": "check the checksum of every sample that is read"})
     bootstrap: int = field(default=1000, metadata={"help": "resamples for the 95%% intervals; 0: none"})
@@ -97,33 +99,59 @@ def main() -> int:
     arguments = command_line.parse(Arguments, "eval", description=__doc__)
     usual = "diagnosis" if arguments.diagnose else "acceptance" if arguments.data else "acceptance-engine"
     arguments.output = arguments.output or usual
+    check(arguments)
     if arguments.diagnose:
         from common.doctor_run import diagnose
 
         return diagnose(arguments)
+    settings, status = settings_of(arguments), 0
+    found = report.Report(Path(arguments.output) / "report.json", command_line.as_dict(arguments))
+    try:
+        if arguments.data:
+            offline(arguments, settings, found)
+        if arguments.prompts:
+            from common.engine_eval import in_engine
+
+            found.begin("preparing the engine's evaluation")
+            status = in_engine(arguments, settings, found)
+    except Exception as error:
+        if not found.measured:
+            raise
+        ending = found.failed(error)
+        show(arguments, found.content)
+        raise ending from None
+    found.finish()
+    show(arguments, found.content)
+    return status
+
+
+def check(arguments: Arguments) -> None:
+    """UserError for whatever the arguments alone show to be wrong."""
+    for name in ("max_samples", "max_new_tokens", "tp", "batch_sizes"):
+        values = getattr(arguments, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+    for name in ("temperature", "bootstrap"):
+        if getattr(arguments, name) < 0:
+            raise UserError(f"--{name} {getattr(arguments, name)}: expected 0 or more")
+    if arguments.diagnose:
+        return
+    for name in ("drafter", "data", "prompts", "num_steps", "topk", "draft_tokens", "batch_sizes"):
+        values = getattr(arguments, name) or []
+        one = [str(Path(value).resolve()) if isinstance(value, str) else value for value in values]
+        if twice := [value for place, value in enumerate(values) if one[place] in one[:place]]:
+            raise UserError(f"--{name.replace('_', '-')} names {twice[0]} twice; give each once")
     if not arguments.drafter:
         raise UserError("nothing to evaluate: give --drafter (or --diagnose)")
     if not arguments.data and not arguments.prompts:
         raise UserError("give --data (shards, offline) or --prompts (JSON lines, in the engine), or both")
+    if arguments.prompts and arguments.model is None:
+        raise UserError("--prompts needs --model: the folder of the target, or its hub id")
     if arguments.check_parity and not arguments.prompts:
         raise UserError("--check-parity needs --prompts: it scores the engine's replies in both modes")
-    if arguments.max_samples is not None and arguments.max_samples < 1:
-        raise UserError(f"--max-samples {arguments.max_samples}: expected 1 or more")
-    report_path = Path(arguments.output) / "report.json"
-    content = {"versions": report.versions(), "arguments": command_line.as_dict(arguments)}
-    report.require_writable(report_path)  # found before the work; an earlier report stays until there is a new one
-    status = 0
-    if arguments.data:
-        content.update(offline(arguments))
-        report.save_json(report_path, content)
-    if arguments.prompts:
-        from common.engine_eval import in_engine
-
-        found, status = in_engine(arguments, settings_of(arguments))
-        content.update(found)
-        report.save_json(report_path, content)
-    show(arguments, content)
-    return status
+    if arguments.check_parity and arguments.temperature > 0:
+        raise UserError("--check-parity compares greedy decoding; leave --temperature at 0")
 
 
 def settings_of(arguments: Arguments) -> list:
@@ -131,8 +159,6 @@ def settings_of(arguments: Arguments) -> list:
     from common.draft_tree import check_tree_arguments
     from common.offline_eval import Setting
 
-    if arguments.temperature < 0:
-        raise UserError(f"--temperature {arguments.temperature}: expected 0 or more")
     settings = []
     for steps, topk in itertools.product(arguments.num_steps, arguments.topk):
         if steps < 1 or topk < 1:
@@ -144,17 +170,16 @@ def settings_of(arguments: Arguments) -> list:
     return settings
 
 
-def name_of(drafter: str, setting, several: bool) -> str:
-    """What tables and pictures call a result."""
-    name = Path(drafter).name or drafter
+def name_of(name: str, setting, several: bool) -> str:
+    """What tables and pictures call a result. name: the drafter's."""
     return f"{name} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}" if several else name
 
 
 # ---- offline ---------------------------------------------------------------------------------------------------------
 
 
-def offline(arguments: Arguments) -> dict:
-    """Evaluate every drafter at every setting from the states in --data: {"data": ..., "offline": [...]}."""
+def offline(arguments: Arguments, settings: list, found: report.Report) -> None:
+    """Evaluate every drafter at every setting from the states in --data, into "data" and "offline" of the report."""
     import torch
 
     from common.load_batch import not_finite
@@ -163,7 +188,6 @@ def offline(arguments: Arguments) -> dict:
     from common.shards import ShardReader
     from common.target import load_target_parts, model_of, target_folder, text_config
 
-    settings = settings_of(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     reader = ShardReader(arguments.data, arguments.data_points)
     model = arguments.model or model_of(reader.info)
@@ -185,19 +209,27 @@ def offline(arguments: Arguments) -> dict:
         drafters.append(drafter)
 
     target = evaluation_target(target, device)
-    results, notes, bad = [], list(reader.remarks), {}
+    notes, bad, empty = list(reader.remarks), {}, set()  # bad, empty: by path, an index may stand in every directory
+    results: list[dict] = []
+    data = {
+        "paths": arguments.data, "target": str(model), "split": arguments.split, "eval_fraction": fraction,
+        "committed_samples": len(reader.records), "chosen_samples": len(records), "dataset": reader.info,
+        "notes": notes,
+    }  # fmt: skip
 
     def load(record):
         """The sample, or None where its states cannot be used; which and why is in `bad`."""
         sample = reader.load(record, arguments.verify)
         reason = not_finite(list(sample.states))
         if reason is None:
+            if not sample.loss_mask[2:].any():
+                empty.add(record.path)
             return sample
-        if record.index not in bad:
+        if record.path not in bad:
             progress.note(f"warning: {record.path}: {reason}; left out")
-        bad[record.index] = f"{record.path}: {reason}"
+        bad[record.path] = f"{record.path}: {reason}"
 
-    several = len(settings) > 1
+    several, names = len(settings) > 1, report.names_of(arguments.drafter)
     total = len(records) * len(drafters) * len(settings)
     with Progress("evaluate", total, heartbeat=Path(arguments.output) / "heartbeat.json") as progress:
         for line in reader.remarks:
@@ -216,8 +248,9 @@ def offline(arguments: Arguments) -> dict:
             if device != "cpu":
                 drafter.compute_dtype = torch.bfloat16
             for setting in settings:
-                name, started = name_of(path, setting, several), time.monotonic()
+                name, started = name_of(names[path], setting, several), time.monotonic()
                 progress.stage(name)
+                found.begin(f"offline evaluation of {name}")
 
                 def tick(samples, counts, name=name, before=done, started=started):
                     rate = counts.positions / (time.monotonic() - started)
@@ -225,6 +258,13 @@ def offline(arguments: Arguments) -> dict:
 
                 counts = evaluate(drafter, target, load, records, setting, tick)
                 done += len(records)
+                left = {"left_out": sorted(bad.values()), "nothing_supervised": len(empty)}
+                data |= {"samples": len(records) - len(bad) - len(empty), **left}
+                if not counts.rows:
+                    raise UserError(
+                        f"nothing can be evaluated on the {arguments.split} split of {', '.join(arguments.data)}: "
+                        f"{report.samples_told(data)}"
+                    )
                 progress.stage("intervals")
                 results.append(
                     {
@@ -235,14 +275,10 @@ def offline(arguments: Arguments) -> dict:
                         "breakdown": counts.breakdown(arguments.bootstrap, arguments.seed),
                     }
                 )
+                found.content |= {"data": data, "offline": results}
+                found.save()
             drafter.to("cpu")
         progress.close()
-    data = {
-        "paths": arguments.data, "target": str(model), "split": arguments.split, "eval_fraction": fraction,
-        "samples": len(records), "committed_samples": len(reader.records), "dataset": reader.info, "notes": notes,
-        "left_out": sorted(bad.values()),
-    }  # fmt: skip
-    return {"data": data, "offline": results}
 
 
 def held_out_fraction(arguments: Arguments) -> float:
@@ -264,8 +300,9 @@ def held_out_fraction(arguments: Arguments) -> float:
 
 
 def choose(arguments: Arguments, records: list, fraction: float) -> list:
-    """The records of the split, in order. Raises UserError when there are none."""
+    """The records of the split, in order, at most --max-samples. Raises UserError when there are none."""
     from common.batches import is_held_out
+    from common.offline_eval import spread
 
     if arguments.split != "all":
         wanted = arguments.split == "held-out"
@@ -277,7 +314,7 @@ def choose(arguments: Arguments, records: list, fraction: float) -> list:
             f"the {arguments.split} split of {', '.join(arguments.data)} is empty ({len(records)} samples, held-out "
             f"share {fraction}); give --split all or another --eval-fraction"
         )
-    return chosen[: arguments.max_samples]
+    return spread(chosen, arguments.max_samples)
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -291,7 +328,7 @@ def show(arguments: Arguments, content: dict) -> None:
 
         data = content["data"]
         report.print_table(
-            f"Offline acceptance, {data['split']} split: {data['samples']} samples of {data['target']}",
+            f"Offline acceptance, {data['split']} split: {report.samples_told(data)} of {data['target']}",
             *report.offline_rows(content["offline"]),
         )
         for result in content["offline"]:
@@ -301,10 +338,13 @@ def show(arguments: Arguments, content: dict) -> None:
     if content.get("engine"):
         report.print_table("In SGLang's engine", *report.engine_rows(content["engine"]))
         report.print_table("In SGLang's engine, by category", *report.engine_category_rows(content["engine"]))
+        for line in report.engine_skips(content["engine"]):
+            print("warning: " + line)
     if content.get("parity"):
         for line in content["parity"]["lines"]:
             print(line)
-    (output / "acceptance.md").write_text(report.markdown(content, picture.name if picture else None))
+    with report.refusing(output / "acceptance.md"):
+        (output / "acceptance.md").write_text(report.markdown(content, picture.name if picture else None))
     for path in filter(None, [output / "report.json", picture, output / "acceptance.md"]):
         print(path)
 

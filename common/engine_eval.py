@@ -20,7 +20,8 @@ from pathlib import Path
 
 from common.engine_figures import Reply, by_category, compare_outputs, summarise
 from common.errors import UserError
-from common.offline_eval import Setting
+from common.offline_eval import Setting, free_gpu, spread
+from common.report import Report, names_of
 
 MOST_GAPS = 32  # diverging answers whose logit gap is looked up
 FORBIDDEN = ("speculative_", "forward_hooks", "model_path", "skip_tokenizer_init")  # set here, not by --engine-args
@@ -182,18 +183,17 @@ def run_once(engine, tokenizer, rows: list, batch_size: int, sampling: dict, tic
 def logit_gaps(engine, differences: list[dict]) -> None:
     """Adds "gap" to each difference (the first MOST_GAPS): log p(best) - log p(second) of the plain target there.
 
-    A small gap is a near-tie that batch size and kernel decide; a large one is a wrong token. Also drops "context".
+    A small gap is a near-tie that batch size and kernel decide; a large one is a wrong token. Takes "context" out.
     """
+    contexts = [difference.pop("context") for difference in differences]
     sampling = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
-    for difference in differences[:MOST_GAPS]:
+    for difference, context in list(zip(differences, contexts, strict=True))[:MOST_GAPS]:
         answer = engine.generate(
-            input_ids=difference["context"], sampling_params=sampling, return_logprob=True, top_logprobs_num=2
+            input_ids=context, sampling_params=sampling, return_logprob=True, top_logprobs_num=2
         )
         first, second = answer["meta_info"]["output_top_logprobs"][0][:2]
         difference["gap"] = float(first[0] - second[0])
         difference["best_two"] = [int(first[1]), int(second[1])]
-    for difference in differences:
-        difference.pop("context", None)
 
 
 @dataclass
@@ -210,10 +210,11 @@ class Session:
     layers: dict = field(default_factory=dict)  # drafter path -> layers read back from the running engine
 
     def answer_all(self, drafter: str | None, setting: Setting | None, name: str, layers_file=None, check=None,
-                   after=None) -> dict[int, dict]:  # fmt: skip
+                   keep=None, after=None) -> dict[int, dict]:  # fmt: skip
         """Start an engine, answer everything at every batch size ({batch size: run_once()}), stop it.
 
-        check() is called once the engine has run its first tokens, after(engine, results) before it stops.
+        check() is called once the engine has run its first tokens, keep(batch size, result) for each result as soon as
+        it is there, after(engine, results) before the engine stops.
         """
         from common.engine import parse_engine_arguments, start_engine, stop_engine
 
@@ -225,6 +226,7 @@ class Session:
         sampling = {"temperature": arguments.temperature, "max_new_tokens": arguments.max_new_tokens}
         progress.stage(f"loading the engine: {name}")
         log = Path(arguments.output) / "logs" / f"{name.replace('/', '-').replace(' ', '-')}.log"
+        free_gpu()
         engine = start_engine(serving, log)
         results = {}
         try:
@@ -242,6 +244,8 @@ class Session:
                 for reason, count in results[batch_size]["skipped"].items():
                     progress.note(f"warning: {name}, {batch_size} at once: {count} {reason}")
                 progress.update((progress.done or 0) + 1)
+                if keep is not None:
+                    keep(batch_size, results[batch_size])
             if after is not None:
                 after(engine, results)
         finally:
@@ -249,8 +253,8 @@ class Session:
         return results
 
 
-def in_engine(arguments, settings: list[Setting]) -> tuple[dict, int]:
-    """All engine runs of eval_acceptance.py: ({"engine": [...], "parity": ...}, exit status)."""
+def in_engine(arguments, settings: list[Setting], found: Report) -> int:
+    """All engine runs of eval_acceptance.py, into "engine" and "parity" of the report as they end; the exit status."""
     from common.conversations import load_rows
     from common.engine import available_device
     from common.load_drafter import load_drafter
@@ -258,16 +262,12 @@ def in_engine(arguments, settings: list[Setting]) -> tuple[dict, int]:
     from common.target import checkpoint_folder, load_config
     from common.tokenizing import load_tokenizer
 
-    if arguments.model is None:
-        raise UserError("--prompts needs --model: the folder of the target, or its hub id")
-    if arguments.check_parity and arguments.temperature > 0:
-        raise UserError("--check-parity compares greedy decoding; leave --temperature at 0")
     arguments = copy.copy(arguments)
     arguments.model = str(checkpoint_folder(arguments.model))
     config = load_config(arguments.model)
     points = tuple(arguments.capture_points) if arguments.capture_points else None
     drafters = {path: load_drafter(path, config, points) for path in arguments.drafter}
-    rows = load_rows(arguments.prompts, limit=arguments.max_samples)
+    rows = spread(load_rows(arguments.prompts), arguments.max_samples)
     tokenizer = load_tokenizer(arguments.model, arguments.trust_remote_code)
     device, gpus = available_device()
     if device == "cpu":
@@ -277,44 +277,48 @@ def in_engine(arguments, settings: list[Setting]) -> tuple[dict, int]:
 
     total = (len(drafters) * len(settings) + 1) * len(arguments.batch_sizes)
     heartbeat = Path(arguments.output) / "heartbeat.json"
+    runs: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="acceptance-") as folder:
         with Progress("engine", total, unit="runs", heartbeat=heartbeat) as progress:
             session = Session(arguments, config, rows, tokenizer, device, progress, Path(folder))
-            speculative = answer_with_drafters(session, drafters, settings)
-            comparisons = {}
+            found.content["engine"] = runs
+            speculative = answer_with_drafters(session, drafters, settings, found)
+
+            def keep(batch_size, plain):
+                for run in runs:
+                    if run["batch_size"] == batch_size:
+                        run["plain"] = timing(plain)
+                        run["speed_up"] = run["speculative"]["tokens_per_second"] / plain["tokens_per_second"]
+                found.save()
 
             def compare(engine, plain):
-                for key, results in speculative.items():
-                    for batch_size, result in results.items():
-                        found = compare_outputs(result["replies"], plain[batch_size]["replies"])
-                        if arguments.temperature == 0:
-                            logit_gaps(engine, found["differences"])
-                        comparisons[*key, batch_size] = found
+                """Only what is decoded greedily: drawn answers differ whatever the drafter does."""
+                results = [result for each in speculative.values() for result in each.values()]
+                for run, result in zip(runs, results, strict=True) if arguments.temperature == 0 else ():
+                    same = compare_outputs(result["replies"], plain[run["batch_size"]]["replies"])
+                    try:
+                        logit_gaps(engine, same["differences"])
+                    finally:
+                        run.update(same)
+                found.save()
 
-            plain = session.answer_all(None, None, "plain", after=compare)
-            runs = [
-                report_run(arguments, *key, batch_size, result, plain[batch_size], comparisons[*key, batch_size])
-                | {"layers_to_capture": session.layers[key[0]]}
-                for key, results in speculative.items()
-                for batch_size, result in results.items()
-            ]
-            found, status = {"engine": runs}, 0
+            found.begin("plain decoding")
+            session.answer_all(None, None, "plain", keep=keep, after=compare)
             if arguments.check_parity:
                 from common.parity import parity_of_all
 
                 progress.stage("parity: capturing the engine's replies and scoring them offline")
-                found["parity"] = parity_of_all(arguments, config, drafters, speculative, Path(folder))
-                status = 0 if found["parity"]["agrees"] else 1
-    return found, status
+                return 0 if parity_of_all(arguments, config, drafters, speculative, Path(folder), found) else 1
+    return 0
 
 
-def answer_with_drafters(session: Session, drafters: dict, settings: list[Setting]) -> dict:
-    """{(drafter path, setting): {batch size: run_once()}}; one engine for each."""
+def answer_with_drafters(session: Session, drafters: dict, settings: list[Setting], found: Report) -> dict:
+    """{(drafter path, setting): {batch size: run_once()}}; one engine for each. Each result is reported at once."""
     from common.capture_points import CapturePoints
     from common.export import export_sglang
     from common.target import text_config
 
-    out = {}
+    out, names = {}, names_of(list(drafters))
     for number, (path, (drafter, raw)) in enumerate(drafters.items()):
         served = Path(path)
         if "speculators_model_type" in raw or session.arguments.capture_points:
@@ -328,20 +332,25 @@ def answer_with_drafters(session: Session, drafters: dict, settings: list[Settin
             def check(layers_file=layers_file, expected=expected, path=path):
                 session.layers[path] = check_layers(layers_file, expected, path)
 
-            name = f"{Path(path).name} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}"
-            out[path, setting] = session.answer_all(str(served), setting, name, str(layers_file), check)
+            def keep(batch_size, result, path=path, setting=setting):
+                run = report_run(session.arguments, path, names[path], setting, batch_size, result)
+                found.content["engine"].append(run | {"layers_to_capture": session.layers[path]})
+                found.save()
+
+            name = f"{names[path]} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}"
+            found.begin(f"the engine with {name}")
+            out[path, setting] = session.answer_all(str(served), setting, name, str(layers_file), check, keep)
     return out
 
 
-def report_run(arguments, drafter: str, setting: Setting, batch_size: int, result: dict, plain: dict,
-               comparison: dict) -> dict:  # fmt: skip
-    """One entry of report.json's "engine": a drafter, a setting, a batch size."""
+def report_run(arguments, drafter: str, name: str, setting: Setting, batch_size: int, result: dict) -> dict:
+    """One entry of report.json's "engine": a drafter, a setting, a batch size; the plain engine's share comes later."""
     figures = summarise(result["replies"], setting, arguments.bootstrap, arguments.seed)
     return {
-        "drafter": drafter, "name": Path(drafter).name, "num_steps": setting.num_steps, "topk": setting.topk,
+        "drafter": drafter, "name": name, "num_steps": setting.num_steps, "topk": setting.topk,
         "draft_tokens": setting.tree_tokens, "batch_size": batch_size, "speculative": {**figures, **timing(result)},
-        "by_category": by_category(result["replies"], setting), "plain": timing(plain),
-        "speed_up": result["tokens_per_second"] / plain["tokens_per_second"], **comparison,
+        "by_category": by_category(result["replies"], setting), "plain": None, "speed_up": None,
+        **compare_outputs([], []),
     }  # fmt: skip
 
 

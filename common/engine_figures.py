@@ -89,11 +89,13 @@ def by_category(replies: list[Reply], setting: Setting) -> dict[str, dict]:
 def compare_outputs(with_drafter: list[Reply], plain: list[Reply]) -> dict:
     """Which answers to equal prompts are equal: {"identical_share", "compared", "other_prompt", "differences"}.
 
-    A later turn whose prompt differs because an earlier answer did is `other_prompt`, not compared. differences: row,
-    turn, position of the first different token, the two tokens (None: the reply had ended), and the prompt up to there.
+    A later turn whose prompt differs because an earlier answer did, or that only one of the two answered, is
+    `other_prompt`, not compared; where nothing is compared the share is None. differences: row, turn, position of the
+    first different token, the two tokens (None: the reply had ended), and the prompt up to there.
     """
     mine = {(reply.row, reply.turn): reply for reply in with_drafter}
-    differences, compared, other = [], 0, 0
+    only_mine = mine.keys() - {(reply.row, reply.turn) for reply in plain}
+    differences, compared, other = [], 0, len(only_mine)
     for reply in plain:
         twin = mine.get((reply.row, reply.turn))
         if twin is None or twin.prompt != reply.prompt:

@@ -9,6 +9,7 @@ What is counted, and how, is defined in common/acceptance.py.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,13 @@ def rounded_weights(drafter: Drafter):
             parameter.data.copy_(master)
 
 
+def spread(items: list, most: int | None) -> list:
+    """At most so many of them, in order and evenly spread, so that every directory and file keeps its share."""
+    if most is None or most >= len(items):
+        return items
+    return [items[number * len(items) // most] for number in range(most)]
+
+
 def sample_key(record) -> str:
     """Name of a sample, unique over several shard directories and equal on every rank."""
     return str(record.path) if record.path is not None else f"row {record.index}"
@@ -144,6 +152,13 @@ def sample_key(record) -> str:
 def evaluation_target(target: TargetParts, device) -> TargetParts:
     """The target's parts where and how `evaluate` wants them: as stored on a GPU, float32 on the CPU."""
     return target.to(device, None if torch.device(device).type == "cuda" else torch.float32)
+
+
+def free_gpu() -> None:
+    """Give back the GPU memory that this process only holds in reserve. Before an engine starts: SGLang refuses to
+    split a target over GPUs of which one has less room than the others."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def target_tokens(target: TargetParts, batch: PackedBatch) -> torch.Tensor:

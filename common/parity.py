@@ -14,10 +14,14 @@ from pathlib import Path
 import torch
 
 from common.capture_points import CapturePoints
+from common.doctor import neighbours
 from common.drafter import Drafter
 from common.losses import rms_norm
 from common.offline_eval import Setting, evaluate, evaluation_target
+from common.recapture import TokenRow
+from common.report import Report, names_of
 from common.shards import Sample
+from common.target import TargetParts
 
 TOLERANCE = 0.03  # relative difference of tau
 
@@ -131,54 +135,81 @@ def pick_points(sample: Sample, captured: list[int], wanted: list[int]) -> Sampl
     return sample._replace(states=[*chosen, sample.states[-1]])
 
 
-def parity_of_all(arguments, config: dict, drafters: dict, speculative: dict, folder: Path) -> dict:
-    """Compare every drafter and setting: {"agrees", "runs", "lines"}.
+def parity_of_all(arguments, config: dict, drafters: dict, speculative: dict, folder: Path, found: Report) -> bool:
+    """Compare every drafter and setting, into "parity" of the report as each is done; True when all agree.
 
     drafters: {path: (Drafter, config.json)}; speculative: {(path, setting): {batch size: {"replies": [...]}}}.
     """
     from common.engine import parse_engine_arguments
     from common.engine_figures import summarise
-    from common.recapture import TokenRow, by_engine
+    from common.recapture import by_engine
     from common.target import load_target_parts, text_config
 
     layers = text_config(config)["num_hidden_layers"]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     extra = parse_engine_arguments(arguments.engine_args)
-    target = evaluation_target(load_target_parts(arguments.model), device)
-    runs, lines = [], []
+    target, names = load_target_parts(arguments.model), names_of(list(drafters))  # in host memory
+
+    def captured(rows: list[TokenRow], points: list[int], name: str):
+        return by_engine(
+            arguments.model, config, rows, CapturePoints(tuple(points), layers), folder / name, arguments.tp,
+            arguments.trust_remote_code, extra, arguments.seed,
+        )  # fmt: skip
+
+    parity = found.content["parity"] = {"agrees": None, "runs": [], "lines": []}
     for number, ((path, setting), results) in enumerate(speculative.items()):
-        replies = results[arguments.batch_sizes[0]]["replies"]
-        rows = []
-        for index, reply in enumerate(replies):
-            ids = torch.tensor(reply.prompt + reply.output)
-            mask = (torch.arange(len(ids)) >= len(reply.prompt)).long()
-            rows.append(TokenRow(index, ids, mask, f"{index:016x}", category=reply.category))
-        drafter = drafters[path][0].to(device)
-        drafter.set_embedding(target.embed_tokens[: drafter.config.vocab_size])
-        drafter.compute_dtype = None if device == "cpu" else torch.bfloat16
-
-        def captured(points, name, rows=rows):
-            return by_engine(
-                arguments.model, config, rows, CapturePoints(tuple(points), layers), folder / name, arguments.tp,
-                arguments.trust_remote_code, extra, arguments.seed,
-            )  # fmt: skip
-
-        points = list(drafter.config.capture_points)
-        reader = captured(points, f"parity-{number}")
-        tau = evaluate(drafter, target, reader.load, reader.records, setting).summary(0)["tau"]
+        name = f"{names[path]} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}"
+        found.begin(f"the comparison of offline and engine for {name}")
+        replies, drafter = results[arguments.batch_sizes[0]]["replies"], drafters[path][0]
+        rows, points = rows_of(replies), list(drafter.config.capture_points)
         engine_tau, causes = summarise(replies, setting, 0)["tau"], []
+        reader = captured(rows, points, f"parity-{number}")
+        tau = scored(tau_of, drafter, target, device, reader, setting)
         if abs(gap(tau, engine_tau)) > TOLERANCE:
-            from common.doctor import neighbours
-
             around = neighbours(points, layers)
-            wide = captured(around, f"parity-{number}-neighbours")
-            score = scorer(target, wide, around, points, setting)
-            causes = find_causes(engine_tau, candidates(drafter, layers), score)
-        name = f"{Path(path).name} {setting.num_steps}/{setting.topk}/{setting.tree_tokens}"
-        runs.append({"drafter": path, "setting": vars(setting).copy(), "offline_tau": tau, "engine_tau": engine_tau,
-                     "gap": gap(tau, engine_tau), "causes": causes})  # fmt: skip
-        lines += verdict(name, tau, engine_tau, causes)
-    return {"agrees": all(abs(run["gap"]) <= TOLERANCE for run in runs), "runs": runs, "lines": lines}
+            wide = captured(rows, around, f"parity-{number}-neighbours")
+            causes = scored(causes_of, drafter, target, device, wide, setting, around, layers, engine_tau)
+        parity["runs"].append({"drafter": path, "setting": vars(setting).copy(), "offline_tau": tau,
+                               "engine_tau": engine_tau, "gap": gap(tau, engine_tau), "causes": causes})  # fmt: skip
+        parity["lines"] += verdict(name, tau, engine_tau, causes)
+        found.save()
+    parity["agrees"] = all(abs(run["gap"]) <= TOLERANCE for run in parity["runs"])
+    return parity["agrees"]
+
+
+def rows_of(replies: list) -> list[TokenRow]:
+    """Prompt and answer of each of the engine's replies as a sample whose answer is supervised."""
+    rows = []
+    for index, reply in enumerate(replies):
+        ids = torch.tensor(reply.prompt + reply.output)
+        mask = (torch.arange(len(ids)) >= len(reply.prompt)).long()
+        rows.append(TokenRow(index, ids, mask, f"{index:016x}", category=reply.category))
+    return rows
+
+
+def scored(work: Callable, drafter: Drafter, target: TargetParts, device: str, *arguments):
+    """work(drafter, the target's parts as `evaluate` wants them, *arguments) on `device`. Neither is left there: the
+    next engine needs its GPUs equally empty."""
+    parts = evaluation_target(target, device)
+    drafter.to(device)
+    drafter.set_embedding(parts.embed_tokens[: drafter.config.vocab_size])
+    drafter.compute_dtype = None if device == "cpu" else torch.bfloat16
+    try:
+        return work(drafter, parts, *arguments)
+    finally:
+        drafter.to("cpu")
+        drafter.embed_tokens = None
+
+
+def tau_of(drafter: Drafter, parts: TargetParts, reader, setting: Setting) -> float:
+    return evaluate(drafter, parts, reader.load, reader.records, setting).summary(0)["tau"]
+
+
+def causes_of(drafter: Drafter, parts: TargetParts, reader, setting: Setting, captured: list[int], num_layers: int,
+              engine_tau: float) -> list[dict]:  # fmt: skip
+    """`find_causes` on shards that hold the points and their neighbours."""
+    score = scorer(parts, reader, captured, list(drafter.config.capture_points), setting)
+    return find_causes(engine_tau, candidates(drafter, num_layers), score)
 
 
 def scorer(target, reader, captured: list[int], points: list[int], setting: Setting) -> Callable[[Drafter, int], float]:

@@ -63,10 +63,11 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
     """Write the rows' states as shards into `folder` (new) with an engine of its own; returns their ShardReader.
 
     Every self-check of extract.py applies: the first batch is compared with SGLang's own capture, every sample with
-    the engine's own token. Raises UserError.
+    the engine's own token. Raises UserError, also where it would set a row aside: every row is compared with something.
     """
     from common.capture import Capture
     from common.engine import EngineSettings, available_device, start_engine, stop_engine
+    from common.offline_eval import free_gpu
     from common.shard_run import RunDirectory
     from common.shards import ShardReader
 
@@ -76,6 +77,7 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
         model=model, points=points, tp=tp, trust_remote_code=trust_remote_code, device=device, seed=seed,
         extra=extra or {},
     )  # fmt: skip
+    free_gpu()
     engine = start_engine(settings, folder / "logs" / "engine.log")
     identity = {
         "model": model, "capture_points": list(points.points), "num_layers": points.num_layers,
@@ -89,13 +91,17 @@ def by_engine(model: str, config: dict, rows: list[TokenRow], points: CapturePoi
         "ring_bytes": 4 * (longest + 16_384) * token_bytes, "tokens_in_flight": 4 * max(longest, 4096),
     }  # fmt: skip
 
+    told: list[str] = []
+
     async def capture(run):
-        async with Capture(engine, run, points, capture_settings) as session:
+        async with Capture(engine, run, points, capture_settings, on_note=told.append) as session:
             await session.take(rows)
 
     try:
         with RunDirectory(folder / "states", identity, rows=len(rows)) as run:
             engine.loop.run_until_complete(capture(run))
+            if aside := len(run.set_aside):
+                raise UserError(f"{model}: {aside} of {len(rows)} samples cannot be captured again: {'; '.join(told)}")
             run.finish()
     finally:
         stop_engine(engine)

@@ -30,6 +30,68 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+class Report:
+    """report.json while it is being measured: saved after each part, so that what fails later loses nothing.
+
+    content: all that is known so far. Until `finish`, its "unfinished" says which part is being measured or has failed.
+    """
+
+    def __init__(self, path: Path, arguments: dict):
+        require_writable(path)  # found before the work; an earlier report stays until there is something new
+        self.path = path
+        self.content: dict = {"versions": versions(), "arguments": arguments}
+
+    def begin(self, part: str) -> None:
+        """What is measured from here on."""
+        self.content["unfinished"] = {"part": part, "error": None}
+
+    def save(self) -> None:
+        save_json(self.path, self.content)
+
+    def finish(self) -> None:
+        self.content.pop("unfinished", None)
+        self.save()
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.content.get("offline") or self.content.get("engine"))
+
+    def failed(self, error: Exception) -> Exception:
+        """Keeps what was measured and returns the error to end with, which says where it is."""
+        unfinished = self.content["unfinished"]
+        unfinished["error"] = f"{type(error).__name__}: {error}"
+        try:
+            self.save()
+            kept = f"what was measured before it is in {self.path}"
+        except UserError as full:
+            kept = str(full)
+        told = f"{unfinished['part']} failed; {kept}"
+        if isinstance(error, UserError):
+            return UserError(f"{error} ({told})")
+        error.add_note(told)
+        return error
+
+
+def names_of(folders: list[str]) -> dict[str, str]:
+    """What tables call each folder: its name, with as much of its path before it as tells it from the others."""
+    parts = {folder: Path(folder).parts for folder in folders}
+    for depth in range(1, max(map(len, parts.values())) + 1):
+        names = {folder: "/".join(each[-depth:]) or folder for folder, each in parts.items()}
+        if len(set(names.values())) == len(names):
+            return names
+    return {folder: folder for folder in folders}
+
+
+def samples_told(data: dict) -> str:
+    """"37 of 40 samples (2 left out: NaN or Inf, 1 with nothing supervised)"."""
+    out, empty = len(data["left_out"]), data["nothing_supervised"]
+    why = [f"{out} left out: NaN or Inf"] if out else []
+    why += [f"{empty} with nothing supervised to draft"] if empty else []
+    if not why:
+        return f"{data['samples']} samples"
+    return f"{data['samples']} of {data['chosen_samples']} samples ({', '.join(why)})"
+
+
 def save_json(path: Path, content: dict) -> None:
     """Write report.json through a temporary name. Raises UserError where the directory cannot be written."""
     with refusing(path):
@@ -118,14 +180,15 @@ def engine_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
     """(header, rows) of engine runs: a setting and batch size a row."""
     rows = []
     for run in runs:
-        spec = run["speculative"]
+        spec, plain = run["speculative"], run["plain"]
+        plain_speed = "-" if plain is None else f"{plain['tokens_per_second']:,.0f}"
+        speed_up = "-" if plain is None else f"{run['speed_up']:.2f}x"
         step0 = "-" if spec["step0_accuracy"] is None else f"{spec['step0_accuracy'] * 100:.1f}%"
         rows.append(
             [
                 run["name"], f"{run['num_steps']}/{run['topk']}/{run['draft_tokens']}", str(run["batch_size"]),
                 with_interval(spec, "tau", percent=False), step0,
-                f"{run['plain']['tokens_per_second']:,.0f}", f"{spec['tokens_per_second']:,.0f}",
-                f"{run['speed_up']:.2f}x", same_output(run),
+                plain_speed, f"{spec['tokens_per_second']:,.0f}", speed_up, same_output(run),
             ]
         )  # fmt: skip
     speeds = ["plain tok/s", "EAGLE-3 tok/s", "speed-up"]
@@ -144,12 +207,24 @@ def engine_category_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
     return ["tau", *names], rows
 
 
+def engine_skips(runs: list[dict]) -> list[str]:
+    """A line for each run and reason that some conversations are not, or not whole, in its figures."""
+    lines = []
+    for run in runs:
+        name = f"{run['name']} {run['num_steps']}/{run['topk']}/{run['draft_tokens']}, {run['batch_size']} at once"
+        for which, result in (("with the drafter", run["speculative"]), ("plain", run["plain"])):
+            skipped = result.get("skipped", {}) if result else {}
+            lines += [f"{name}, {which}: {count} {reason}." for reason, count in skipped.items()]
+    return lines
+
+
 def same_output(run: dict) -> str:
     """Share of equal greedy answers, and the largest logit gap at which two parted."""
     if run["identical_share"] is None:
         return "-"
     gaps = [difference["gap"] for difference in run["differences"] if "gap" in difference]
-    parted = f" (parted at gaps up to {max(gaps):.2f})" if gaps else ""
+    some = f"first {len(gaps)} " if len(gaps) < len(run["differences"]) else ""
+    parted = f" ({some}parted at gaps up to {max(gaps):.2f})" if gaps else ""
     return f"{run['identical_share'] * 100:.1f}%{parted}"
 
 
@@ -180,10 +255,11 @@ def markdown(report: dict, picture: str | None) -> str:
         parts.append(markdown_table(*offline_rows(report["offline"])))
         about = report["data"]
         parts.append(
-            f"Offline, {about['split']} split of {', '.join(about['paths'])}; target {about['target']}; 95% bootstrap "
-            f"intervals over samples. Accepted: the drafted token equals the target's own greedy token, the drafter "
-            f"running on its own states and tokens. tau follows each reply as the engine does (draft, accept n, "
-            f"advance n + 1) and includes the target's token; target tokens outside the draft vocabulary are misses."
+            f"Offline, {about['split']} split of {', '.join(about['paths'])}: {samples_told(about)}; target "
+            f"{about['target']}; 95% bootstrap intervals over samples. Accepted: the drafted token equals the target's "
+            f"own greedy token, the drafter running on its own states and tokens. tau follows each reply as the engine "
+            f"does (draft, accept n, advance n + 1) and includes the target's token; target tokens outside the draft "
+            f"vocabulary are misses."
         )
         for result in report["offline"]:
             if result["breakdown"]:
@@ -191,6 +267,9 @@ def markdown(report: dict, picture: str | None) -> str:
     if report.get("engine"):
         parts.append("### In SGLang\n\n" + markdown_table(*engine_rows(report["engine"])))
         parts.append(markdown_table(*engine_category_rows(report["engine"])))
+        parts += engine_skips(report["engine"])
+    if report.get("unfinished"):
+        parts.append("Unfinished: {part} failed: {error}".format(**report["unfinished"]))
     if picture:
         parts.append(f"![Acceptance per step]({picture})")
     wanted = {name: v for name, v in report["versions"].items() if v}

@@ -1,16 +1,19 @@
 """The engine mode without a GPU: arguments, figures from recorded `meta_info`, output comparison, layer read-back."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import eval_acceptance
 from common import report
 from common.engine_eval import ServingSettings, check_layers, layers_hook, logit_gaps, run_once
 from common.engine_figures import Reply, by_category, compare_outputs, summarise
 from common.errors import UserError
 from common.offline_eval import Setting
+from tests.acceptance_fixtures import copying_drafter, in_hub_cache, permutation, write_drafter, write_target
 
 CHAIN = Setting(num_steps=3, topk=1, tree_tokens=4)
 
@@ -76,11 +79,11 @@ def test_categories():
 
 def test_outputs_compared_where_prompts_are_equal():
     plain = [reply(0, {}, output=(5, 6, 7)), reply(1, {}, output=(5, 6)), reply(1, {}, turn=2, prompt=(1, 9)),
-             reply(2, {}, output=(5,))]  # fmt: skip
+             reply(2, {}, output=(5,)), reply(3, {})]  # fmt: skip
     drafted = [reply(0, {}, output=(5, 6, 7)), reply(1, {}, output=(5, 8)), reply(1, {}, turn=2, prompt=(1, 8)),
-               reply(2, {}, output=(5, 6))]  # fmt: skip
+               reply(2, {}, output=(5, 6)), reply(4, {})]  # fmt: skip
     found = compare_outputs(drafted, plain)
-    assert found["compared"] == 3 and found["other_prompt"] == 1
+    assert found["compared"] == 3 and found["other_prompt"] == 3  # rows 3 and 4: only one of the two answered
     assert found["identical_share"] == pytest.approx(1 / 3)
     first, second = found["differences"]
     assert (first["row"], first["position"], first["with_drafter"], first["plain"]) == (1, 1, 8, 6)
@@ -172,14 +175,10 @@ class EchoEngine:
     """Answers every prompt with its number of tokens, late or early: order must not depend on it."""
 
     def __init__(self, tokenizer):
-        import asyncio
-
         self.loop, self.tokenizer, self.in_flight, self.most = asyncio.new_event_loop(), tokenizer, 0, 0
         self.prompts = []
 
     async def async_generate(self, input_ids, sampling_params):
-        import asyncio
-
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         await asyncio.sleep(0.002 * (len(input_ids) % 3))
@@ -218,21 +217,118 @@ def test_table_of_runs():
     _, (row,) = report.engine_rows([run])
     assert row == ["d", "3/1/4", "8", "2.50 (2.00-2.75)", "66.7%", "100", "150", "1.50x",
                    "50.0% (parted at gaps up to 0.06)"]  # fmt: skip
+    _, (row,) = report.engine_rows([run | {"differences": [{"gap": 0.06}, {}]}])
+    assert row[-1] == "50.0% (first 1 parted at gaps up to 0.06)"
+    run["speculative"]["skipped"] = {"conversations left: too long": 2}
+    assert "d 3/1/4, 8 at once, with the drafter: 2 conversations left: too long." in report.markdown(
+        {"engine": [run], "versions": {}}, None)  # fmt: skip
+
+
+def a_command(tmp_path, **changes) -> SimpleNamespace:
+    """Arguments of the engine mode, with a target, drafters and prompts on disk."""
+    target = write_target(tmp_path / "t")
+    drafters = [str(write_drafter(tmp_path / name / "final", copying_drafter(permutation()))) for name in ("a", "b")]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"turns": [f"question {n}"]}) for n in range(4)) + "\n")
+    return eval_acceptance.Arguments(**{
+        "model": str(target), "drafter": drafters, "prompts": [str(tmp_path / "p.jsonl")], "batch_sizes": [1, 2],
+        "output": str(tmp_path / "o"), "bootstrap": 10, **changes,
+    })  # fmt: skip
 
 
 def test_engine_mode_without_a_gpu_says_so(tmp_path, monkeypatch):
     from common import engine, engine_eval, tokenizing
-    from tests.acceptance_fixtures import copying_drafter, in_hub_cache, permutation, write_drafter, write_target
 
-    in_hub_cache(tmp_path / "home", "tiny/target", write_target(tmp_path / "t"))
+    arguments = a_command(tmp_path, model="tiny/target")
+    in_hub_cache(tmp_path / "home", "tiny/target", tmp_path / "t")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    drafter = write_drafter(tmp_path / "d", copying_drafter(permutation()))
-    (tmp_path / "p.jsonl").write_text('{"turns": ["hello"]}\n')
     monkeypatch.setattr(engine, "available_device", lambda: ("cpu", 0))
     monkeypatch.setattr(tokenizing, "load_tokenizer", lambda *_: None)
-    arguments = SimpleNamespace(model="tiny/target", check_parity=False, temperature=0.0, capture_points=None, tp=1,
-                                drafter=[str(drafter)], prompts=[str(tmp_path / "p.jsonl")], max_samples=None,
-                                trust_remote_code=False, output=str(tmp_path))  # fmt: skip
     with pytest.raises(UserError, match="needs a GPU, and none is visible"):
-        engine_eval.in_engine(arguments, [CHAIN])
+        engine_eval.in_engine(arguments, [CHAIN], report.Report(tmp_path / "o" / "report.json", {}))
+
+
+@pytest.fixture
+def evaluated(tokenizer, tmp_path, monkeypatch, capsys):
+    """evaluated(fails=..., **arguments): (whatever main() raised, report.json, what is printed, rows asked) of the
+    engine mode whose engines are `EchoEngine`s. fails: what a log's name holds of the engine that does not start."""
+    from common import engine, tokenizing
+
+    asked, emptied = [], []
+
+    def evaluate(fails=None, **changes):
+        def start(serving, log):
+            assert emptied.pop() and not emptied  # the GPU's reserve, before each engine
+            if fails and fails in log.name:
+                raise UserError(f"no engine for {log.stem}")
+            if serving.layers_file:
+                with open(serving.layers_file, "w") as file:
+                    json.dump([2, 4, 6], file)
+            echo = EchoEngine(tokenizer)
+            asked.append(echo.prompts)
+            return echo
+
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        monkeypatch.setattr(engine, "available_device", lambda: ("cuda", 1))
+        monkeypatch.setattr(engine, "start_engine", start)
+        monkeypatch.setattr(engine, "stop_engine", lambda _: None)
+        monkeypatch.setattr(tokenizing, "load_tokenizer", lambda *_: tokenizer)
+        monkeypatch.setattr(eval_acceptance.command_line, "parse", lambda *_, **__: a_command(tmp_path, **changes))
+        error = None
+        try:
+            eval_acceptance.main()
+        except Exception as raised:
+            error = raised
+        return error, json.loads((tmp_path / "o" / "report.json").read_text()), capsys.readouterr().out, asked
+
+    return evaluate
+
+
+def test_all_runs_are_reported_and_drafters_of_one_name_told_apart(evaluated, tmp_path):
+    error, content, printed, _ = evaluated()
+    assert error is None and "unfinished" not in content
+    assert [(run["name"], run["batch_size"]) for run in content["engine"]] == [
+        ("a/final", 1), ("a/final", 2), ("b/final", 1), ("b/final", 2)
+    ]  # fmt: skip
+    for run in content["engine"]:
+        assert run["speed_up"] > 0 and run["plain"]["tokens"] == run["speculative"]["tokens"]
+        assert run["identical_share"] == 1 and run["compared"] == 4 and run["layers_to_capture"] == [2, 4, 6]
+    assert "b/final" in printed and "b/final" in (tmp_path / "o" / "acceptance.md").read_text()
+
+
+@pytest.mark.parametrize("fails, part, runs", [
+    ("b-final", "the engine with b/final 3/1/4", ["a/final", "a/final"]),
+    ("plain", "plain decoding", ["a/final", "a/final", "b/final", "b/final"]),
+])  # fmt: skip
+def test_measured_runs_survive_an_engine_that_fails_later(evaluated, tmp_path, fails, part, runs):
+    error, content, printed, _ = evaluated(fails)
+    assert [run["name"] for run in content["engine"]] == runs and content["engine"][0]["speculative"]["tau"] == 2
+    assert content["engine"][0]["speed_up"] is None and content["engine"][0]["identical_share"] is None
+    assert content["unfinished"]["part"] == part and "no engine for" in content["unfinished"]["error"]
+    assert isinstance(error, UserError) and f"{part} failed" in str(error)
+    assert str(tmp_path / "o" / "report.json") in str(error)
+    assert "a/final" in printed and f"{part} failed" in (tmp_path / "o" / "acceptance.md").read_text()
+
+
+def test_runs_survive_a_comparison_with_offline_that_fails(evaluated, monkeypatch):
+    from common import parity
+
+    monkeypatch.setattr(parity, "parity_of_all", lambda *_: 1 // 0)
+    error, content, *_ = evaluated(check_parity=True)
+    assert isinstance(error, ZeroDivisionError) and "report.json" in error.__notes__[0]
+    assert [run["speed_up"] > 0 for run in content["engine"]] == [True] * 4
+    assert content["unfinished"]["error"].startswith("ZeroDivisionError")
+
+
+def test_drawn_answers_are_not_compared(evaluated):
+    _, content, *_ = evaluated(temperature=1.0)
+    assert {(run["identical_share"], run["compared"]) for run in content["engine"]} == {(None, 0)}
+
+
+def test_a_part_of_the_prompts_is_taken_from_every_file(evaluated, tokenizer, tmp_path):
+    more = tmp_path / "more.jsonl"
+    more.write_text("\n".join(json.dumps({"turns": [f"other {n}"]}) for n in range(4)))
+    *_, asked = evaluated(max_samples=2, prompts=[str(tmp_path / "p.jsonl"), str(more)], batch_sizes=[1])
+    assert [("question" in text, "other" in text) for text in map(tokenizer.decode, asked[-1][1:])] == [
+        (True, False), (False, True)
+    ]  # fmt: skip

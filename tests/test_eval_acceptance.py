@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,7 +16,8 @@ import torch
 from matplotlib.figure import Figure
 
 import eval_acceptance
-from common import errors
+from common import errors, offline_eval
+from common.errors import UserError
 from common.export import export_speculators
 from tests.acceptance_fixtures import (
     VOCAB,
@@ -191,6 +193,11 @@ def test_settings_of_different_depth_stand_side_by_side(files, tmp_path, monkeyp
         (["--topk", "2", "--draft-tokens", "99"], "--tree-tokens 99 is out of range"),
         (["--eval-fraction", "0", "--split", "held-out"], "the held-out split of .* is empty"),
         (["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        (["--bootstrap", "-1"], "--bootstrap -1: expected 0 or more"),
+        (["--batch-sizes", "1", "0"], "--batch-sizes 0: expected 1 or more"),
+        (["--num-steps", "3", "5", "3"], "--num-steps names 3 twice"),
+        (["--data", "configs/", "configs"], "--data names configs twice"),
+        (["--prompts", "p.jsonl"], "--prompts needs --model"),
         (["--capture-points", "2", "4", "5"], r"capture points \[2, 4, 5\] does not fit the shards"),
         (["--check-parity"], "--check-parity needs --prompts"),
         (["--output", "/proc/none"], "cannot be written"),
@@ -237,6 +244,88 @@ def test_states_that_are_not_numbers_are_left_out_and_counted(files, tmp_path):
     assert content["offline"][0]["summary"]["samples"] == 2 and content["offline"][0]["summary"]["tau"] == 4
     (line,) = content["data"]["left_out"]
     assert "data_1.pt" in line and line in done.stdout.replace("; left out", "").replace("warning: ", "")
+
+
+def with_nan(count: int, bad: int, silent: int | None = None) -> list:
+    """Samples of the permutation, one with a NaN, one (or none) with nothing supervised."""
+    successor, samples = permutation(), []
+    for seed in range(count):
+        ids, mask = conversation(successor, [4, 30], seed)
+        samples.append((ids, mask * (seed != silent), states_of(ids, successor)))
+    samples[bad][2][0][5, 2] = float("nan")
+    return samples
+
+
+def test_samples_of_two_directories_are_counted_by_path(files, tmp_path):
+    """The same row is left out in both, another has nothing to draft: read and left out are told apart."""
+    one = write_shards(tmp_path / "one", files["target"], with_nan(4, bad=1))
+    two = write_shards(tmp_path / "two", files["target"], with_nan(4, bad=1, silent=2))
+    done = evaluate("--drafter", files["copying"], "--data", one, two, "--split", "all", "--num-steps", 2, 3,
+                    "--output", tmp_path / "o")  # fmt: skip
+    content = json.loads((tmp_path / "o" / "report.json").read_text())
+    data = content["data"]
+    first, second = data["left_out"]
+    assert first.startswith(str(one)) and second.startswith(str(two))
+    assert (data["samples"], data["chosen_samples"], data["nothing_supervised"]) == (5, 8, 1)
+    assert {result["summary"]["samples"] for result in content["offline"]} == {5}
+    told = "5 of 8 samples (2 left out: NaN or Inf, 1 with nothing supervised to draft)"
+    assert told in done.stdout and told in (tmp_path / "o" / "acceptance.md").read_text()
+
+
+def test_nothing_left_to_evaluate_says_why(files, tmp_path):
+    shards = write_shards(tmp_path / "s", files["target"], with_nan(1, bad=0))
+    done = evaluate("--drafter", files["copying"], "--data", shards, "--split", "all", "--output", tmp_path, expect=2)
+    assert "0 of 1 samples (1 left out: NaN or Inf)" in done.stderr
+
+
+def test_a_part_of_the_samples_is_taken_from_every_directory(files, tmp_path):
+    folders = [write_shards(tmp_path / name, files["target"], with_nan(4, bad=0)) for name in ("one", "two")]
+    evaluate("--drafter", files["copying"], "--data", *folders, "--split", "all", "--max-samples", 4,
+             "--output", tmp_path)  # fmt: skip
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert len(content["data"]["left_out"]) == 2 and content["data"]["chosen_samples"] == 4
+
+
+def test_drafters_of_the_same_name_are_told_apart(files, tmp_path):
+    folders = [tmp_path / name / "final" for name in ("old", "new")]
+    for folder in folders:
+        shutil.copytree(files["copying"], folder)
+    evaluate("--drafter", *folders, "--data", files["states"], "--split", "all", "--output", tmp_path / "o")
+    content = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert [result["name"] for result in content["offline"]] == ["old/final", "new/final"]
+    assert "old/final" in (tmp_path / "o" / "acceptance.md").read_text()
+
+
+def test_what_was_measured_survives_a_later_drafter_that_fails(files, tmp_path, monkeypatch):
+    whole, started = offline_eval.evaluate, []
+
+    def fails_the_second_time(*arguments):
+        started.append(1)
+        if len(started) == 2:
+            raise UserError("the second one fails")
+        return whole(*arguments)
+
+    monkeypatch.setattr(offline_eval, "evaluate", fails_the_second_time)
+    done = evaluate("--drafter", files["copying"], files["partly"], "--data", files["states"], "--split", "all",
+                    "--output", tmp_path, expect=2)  # fmt: skip
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert [result["name"] for result in content["offline"]] == ["copying"]
+    assert content["unfinished"] == {"part": "offline evaluation of partly", "error": "UserError: the second one fails"}
+    assert "offline evaluation of partly failed" in done.stderr and str(tmp_path / "report.json") in done.stderr
+    assert "the second one fails" in done.stderr and "4.00" in done.stdout
+    assert "offline evaluation of partly failed" in (tmp_path / "acceptance.md").read_text()
+    assert (tmp_path / "acceptance.png").exists()
+    evaluate("--drafter", files["copying"], "--data", files["states"], "--split", "all", "--output", tmp_path)
+    assert "unfinished" not in json.loads((tmp_path / "report.json").read_text())
+
+
+def test_offline_figures_survive_an_engine_that_cannot_run(files, tmp_path):
+    done = evaluate("--drafter", files["copying"], "--data", files["states"], "--split", "all", "--prompts",
+                    tmp_path / "none.jsonl", "--model", files["target"], "--output", tmp_path, expect=2)  # fmt: skip
+    assert "none.jsonl: no such file" in done.stderr and str(tmp_path / "report.json") in done.stderr
+    assert "4.00" in done.stdout and (tmp_path / "acceptance.md").exists()
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["offline"][0]["summary"]["tau"] == 4 and "engine" in content["unfinished"]["part"]
 
 
 def test_figures_equal_those_of_the_training_run_bit_for_bit(files, tmp_path):

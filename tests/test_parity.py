@@ -1,17 +1,44 @@
 """Offline against engine: a stand-in engine serves a drafter with one thing wrong, which must be named."""
 
+import gc
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import eval_acceptance
+from common import recapture
+from common.capture_points import CapturePoints
 from common.drafter import Drafter, DrafterConfig
+from common.engine_figures import Reply
+from common.errors import UserError
 from common.losses import rms_norm
 from common.offline_eval import Setting, evaluate
-from common.parity import NormedResidual, candidates, find_causes, gap, pick_points, rebuilt, verdict, with_vocabulary
-from common.shards import Sample
+from common.parity import (
+    NormedResidual,
+    candidates,
+    find_causes,
+    gap,
+    parity_of_all,
+    pick_points,
+    rebuilt,
+    verdict,
+    with_vocabulary,
+)
+from common.report import Report
+from common.shards import Sample, ShardReader
 from common.target import TargetParts
+from tests.acceptance_fixtures import (
+    conversation,
+    copying_drafter,
+    permutation,
+    states_of,
+    target_config,
+    write_shards,
+    write_target,
+)
 
 VOCAB, WIDTH, LAYERS, POINTS = 64, 64, 8, (2, 4, 6)
 CAPTURED = [1, 2, 3, 4, 5, 6, 7]
@@ -154,3 +181,85 @@ def test_normed_residual_differs_from_the_drafter_as_it_says(drafter):
     expected = drafter.finish_step(w, attended, rms_norm(residual, w.hidden_norm, drafter.config.rms_norm_eps))
     assert torch.equal(other.finish_step(other.weights(), attended, residual)[0], expected[0])
     assert not torch.allclose(drafter.finish_step(w, attended, residual)[0], expected[0])
+
+
+def count_alive() -> int:
+    """Parts of a target as they are on the device (float32 on the CPU), and drafters that hold an embedding."""
+    gc.collect()
+    there = gc.get_objects()  # by type(): some of these objects answer isinstance with a warning
+    parts = [each for each in there if type(each) is TargetParts and each.norm.dtype == torch.float32]
+    return len(parts) + sum(issubclass(type(each), Drafter) and each.embed_tokens is not None for each in there)
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """compared(engine_taus): (report.json's content, alive) of `parity_of_all` on replies of the permutation target,
+    which two drafters of the same name that copy it get right, so that offline tau is 3; engine_taus: what the engine
+    said. What captures is a stand-in: it writes the states that the target has, twice. alive: `count_alive` of what the
+    comparison made, each time it was asked."""
+    successor, alive, engines = permutation(), [], []
+    target = write_target(tmp_path / "t")
+    drafters = {f"{name}/final": (copying_drafter(successor), {}) for name in "ab"}
+    ids, mask = conversation(successor, [4, 41], 0)
+    prompt, output = ids[:4].tolist(), ids[4:].tolist()
+
+    def by_engine(model, config, rows, points, folder, *_):
+        alive.append(count_alive() - before)
+        engines.append(folder.name)
+        if len(engines) > 2:
+            raise UserError("no third engine")
+        states = [states_of(row.input_ids, successor)[:1] * (len(points.points) + 1) for row in rows]
+        samples = [(row.input_ids, row.loss_mask, each) for row, each in zip(rows, states, strict=True)]
+        return ShardReader(write_shards(folder, target, samples, capture_points=list(points.points)))
+
+    monkeypatch.setattr(recapture, "by_engine", by_engine)
+    before = count_alive()  # those of other tests
+
+    def compare(*engine_taus):
+        speculative = {}
+        for path, tau in zip(drafters, engine_taus, strict=True):
+            cycles = 100
+            meta = {"spec_verify_ct": cycles, "spec_num_correct_drafts": round((tau - 1) * cycles),
+                    "completion_tokens": len(output)}  # fmt: skip
+            speculative[path, SETTING] = {1: {"replies": [Reply(0, 1, None, prompt, output, meta)]}}
+        found = Report(tmp_path / "report.json", {})
+        arguments = eval_acceptance.Arguments(model=str(target), batch_sizes=[1], device="cpu")
+        try:
+            parity_of_all(arguments, target_config(), drafters, speculative, tmp_path, found)
+        except UserError as error:
+            found.failed(error)
+        return json.loads((tmp_path / "report.json").read_text()), alive
+
+    return compare
+
+
+def test_nothing_of_the_scoring_is_left_when_an_engine_starts(compared):
+    content, alive = compared(3.0, 3.0)
+    assert [run["offline_tau"] for run in content["parity"]["runs"]] == [3.0, 3.0]
+    assert alive == [0, 0]
+    names = [line.split(":")[0] for line in content["parity"]["lines"]]
+    assert names == ["a/final 2/1/3", "b/final 2/1/3"]
+
+
+def test_nor_when_the_causes_of_a_gap_are_looked_for_and_what_is_compared_stays(compared):
+    content, alive = compared(1.5, 3.0)  # the first disagrees: a second engine; the third, for b, does not start
+    (run,) = content["parity"]["runs"]
+    assert run["drafter"] == "a/final" and run["gap"] == 1.0 and run["causes"]
+    assert alive == [0, 0, 0] and content["parity"]["agrees"] is None
+    assert content["unfinished"]["part"] == "the comparison of offline and engine for b/final 2/1/3"
+
+
+def test_an_engine_that_captures_finds_the_reserve_of_the_gpu_given_back(tmp_path, monkeypatch):
+    from common import engine
+
+    done = []
+
+    def start_engine(*_):
+        done.append("started")
+        raise UserError("no GPU here")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(engine, "start_engine", start_engine)
+    with pytest.raises(UserError, match="no GPU here"):
+        recapture.by_engine("m", target_config(), [], CapturePoints(POINTS, LAYERS), tmp_path)
+    assert done == ["emptied", "started"]
