@@ -14,6 +14,7 @@ import torch
 from common import doctor, report
 from common.capture_points import CapturePoints
 from common.errors import UserError
+from common.offline_eval import spread
 from common.progress import Progress
 from common.recapture import TokenRow, by_engine, by_transformers, model_dtype
 from common.target import load_target_parts, model_of, target_folder, text_config
@@ -26,6 +27,8 @@ what each state is stored in, where `states` are widened."""
 
 def diagnose(arguments) -> int:
     """Prints what is stored, what it should be and what is wrong; writes report.json. Returns 1 when anything is."""
+    path = Path(arguments.output) / "report.json"
+    report.require_writable(path)  # found before the work
     stored, info, foreign = read_stored(Path(arguments.diagnose), arguments.max_samples or DEFAULT_SAMPLES)
     model = arguments.model or model_of(info)
     if model is None:
@@ -69,7 +72,6 @@ def diagnose(arguments) -> int:
         wrong = doctor.conclusions(findings, found_width, width, computed_in)
         content["head_agreement"] = last_state_readings(target, stored)
     content.update(findings=[vars(finding) for finding in findings], conclusions=wrong)
-    path = Path(arguments.output) / "report.json"
     report.save_json(path, plain(content))
     show(arguments, content, findings, len(stored))
     print(path)
@@ -129,12 +131,12 @@ def read_stored(folder: Path, count: int) -> tuple[list[Stored], dict, str | Non
     ("arrow" or "v1") or SpecForge's."""
     specforge = sorted(folder.rglob("data_*.ckpt")) if folder.is_dir() else []
     if specforge:
-        chosen = specforge[:: max(1, len(specforge) // count)][:count]
+        chosen = spread(specforge, count)
         return [read_specforge(path) for path in chosen], {}, "specforge"
     from common.shards import ShardReader
 
     reader = ShardReader(folder)
-    chosen = reader.records[:: max(1, len(reader.records) // count)][:count]
+    chosen = spread(reader.records, count)
     for line in reader.remarks:
         print(line)
     foreign = None

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import eval_acceptance
-from common import doctor
+from common import doctor, doctor_run
 from common.errors import UserError
 from common.losses import rms_norm
 from common.recapture import TokenRow, by_transformers
@@ -235,6 +235,22 @@ def test_a_hub_id_names_the_model(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command(good, "tiny/own", tmp_path / "o"))
     assert eval_acceptance.main() == 0, capsys.readouterr().out
     assert json.loads((tmp_path / "o" / "report.json").read_text())["model"] == "tiny/own"
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(models, tmp_path, monkeypatch):
+    row = tokens(0)
+    good = write(tmp_path / "good", models["own"], [(row, by_transformers(str(models["own"]), [row], CLAIM)[0])])
+    monkeypatch.setattr(doctor_run, "by_transformers", lambda *_: pytest.fail("captured for nothing"))
+    monkeypatch.setattr(sys, "argv", command(good, models["own"], "/proc/none"))
+    with pytest.raises(UserError, match="/proc/none/report.json: cannot be written"):
+        eval_acceptance.main()
+
+
+def test_samples_are_spread_over_the_directory(models, tmp_path):
+    rows = [tokens(seed, 10) for seed in range(7)]
+    states = by_transformers(str(models["own"]), rows, CLAIM)
+    stored, *_ = doctor_run.read_stored(write(tmp_path / "s", models["own"], list(zip(rows, states, strict=True))), 4)
+    assert [int(each.input_ids[0]) for each in stored] == [int(rows[place].input_ids[0]) for place in (0, 1, 3, 5)]
 
 
 def test_eight_bits_and_last_states_of_supervised_rows(models, tmp_path, monkeypatch, capsys):
