@@ -49,6 +49,8 @@ def parse(
     argv = list(sys.argv[1:] if argv is None else argv)
     usage = "%(prog)s [CONFIG.yaml] [--ARGUMENT VALUE ...]"
     parser = HfArgumentParser(arguments_class, usage=usage, description=description, formatter_class=HelpLayout)
+    if late := next((each for each in argv[1:] if each.endswith((".yaml", ".yml"))), None):  # a flag would swallow it
+        raise UserError(f"unknown argument {late}; a YAML file comes first, and there is one at most")
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = read_yaml(Path(argv.pop(0)), section, get_type_hints(arguments_class))
         for action in parser._actions:
@@ -61,8 +63,7 @@ def parse(
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0], known, n=1)
-        yaml_late = unknown[0].endswith((".yaml", ".yml"))
-        advice = f"; did you mean {near[0]}?" if near else "; a YAML file comes first" if yaml_late else "; see --help"
+        advice = f"; did you mean {near[0]}?" if near else "; see --help"
         raise UserError(f"unknown argument {unknown[0]}{advice}")
     return arguments
 
