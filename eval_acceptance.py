@@ -347,6 +347,10 @@ def show(arguments: Arguments, content: dict) -> None:
         (output / "acceptance.md").write_text(report.markdown(content, picture.name if picture else None))
     for path in filter(None, [output / "report.json", picture, output / "acceptance.md"]):
         print(path)
+    if "unfinished" not in content:
+        more = " --trust-remote-code" * arguments.trust_remote_code + f" --tp {arguments.tp}" * (arguments.tp > 1)
+        for line in report.next_lines(content, arguments.model or content["data"]["target"], more):
+            print(line)
 
 
 if __name__ == "__main__":

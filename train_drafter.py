@@ -168,7 +168,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
     progress.stage("opening shards and target")
     reader = ShardReader(arguments.data, arguments.data_points)
     for line in reader.remarks:
-        note(line)
+        note("warning: " + line)
     model = arguments.model or model_of(reader.info)
     if model is None:
         raise UserError(f"{arguments.data}: the shards do not name their target; give --model")

@@ -9,6 +9,7 @@ import errno
 import importlib.metadata
 import json
 import platform
+import shlex
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ def offline_rows(results: list[dict]) -> tuple[list[str], list[list[str]]]:
         rows.append([label, *(with_interval(s, name, percent=percent) for s in summaries)])
 
     add("step-0 accuracy", "step0_accuracy")
-    for k in range(max(len(s["cumulative"]) for s in summaries)):
+    for k in range(1, max(len(s["cumulative"]) for s in summaries)):
         cells = []
         for s in summaries:
             if k >= len(s["cumulative"]):  # drafted fewer steps
@@ -160,6 +161,29 @@ def offline_rows(results: list[dict]) -> tuple[list[str], list[list[str]]]:
     sizes = [f"{s['samples']} / {s['positions']:,} / {s['cycles']:,}" for s in summaries]
     rows.append(["samples / positions / cycles", *sizes])
     return ["", *(result["name"] for result in results)], rows
+
+
+def next_lines(content: dict, model: str, more: str = "") -> list[str]:
+    """What a person does with the drafter that did best: measure it in the engine, if it was not, and serve it.
+
+    more: further arguments that the target needs.
+    """
+    if content.get("engine"):
+        best = max(content["engine"], key=lambda run: run.get("speed_up") or 0)
+        drafter, steps, topk, tokens = (best[name] for name in ("drafter", "num_steps", "topk", "draft_tokens"))
+    else:
+        best = max(content["offline"], key=lambda result: result["summary"]["tau"] or 0)
+        drafter, setting = best["drafter"], best["setting"]
+        steps, topk, tokens = (setting[name] for name in ("num_steps", "topk", "tree_tokens"))
+    theirs = "speculators_model_type" in (Path(drafter) / "config.json").read_text()  # SGLang cannot load these
+    drafter, model = shlex.quote(str(drafter)), shlex.quote(str(model))
+    measure = (f"python eval_acceptance.py --drafter {drafter} --model {model} --num-steps {steps} --topk {topk} "
+               f"--draft-tokens {tokens} --check-parity{more} --prompts PROMPTS.jsonl")  # fmt: skip
+    serve = (f"python -m sglang.launch_server --model {model} --speculative-algorithm EAGLE3 --speculative-num-steps "
+             f"{steps} --speculative-eagle-topk {topk} --speculative-num-draft-tokens {tokens} "
+             f"--speculative-draft-model-path {drafter}{more}")  # fmt: skip
+    lines = [] if content.get("engine") else [f"next, with a GPU: {measure}"]
+    return lines if theirs else [*lines, f"{'or' if lines else 'next'}: {serve}"]
 
 
 def breakdown_rows(result: dict) -> tuple[list[str], list[list[str]]]:

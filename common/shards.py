@@ -217,7 +217,7 @@ class ShardReader:
                 records, others = committed_records(out, info)
                 missing = info.get("rows", 0) - len(records) - others
                 if missing > 0 and records:
-                    self.remarks.append(f"warning: {out}: {missing:,} of {info['rows']:,} rows are not captured yet; "
+                    self.remarks.append(f"{out}: {missing:,} of {info['rows']:,} rows are not captured yet; "
                                         f"the {len(records):,} samples there are used")  # fmt: skip
                 said = info.get("capture_points")
                 if points is not None and said is not None and list(points) != list(said):

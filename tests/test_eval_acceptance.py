@@ -101,6 +101,9 @@ def test_two_drafters_side_by_side(files, tmp_path):
     assert "| tokens a cycle, walked (tau) | 4.00" in text and "acceptance.png" in text
     assert "acceptance.png" in done.stdout and "4.00" in done.stdout
     assert "evaluate" in done.stdout  # a line of progress even when redirected
+    measure, serve = done.stdout.splitlines()[-2:]
+    assert measure.startswith("next, with a GPU: python eval_acceptance.py --drafter") and "--check-parity" in measure
+    assert serve.startswith("or: python -m sglang.launch_server --model") and "--speculative-eagle-topk 1 " in serve
 
 
 def test_arrow_shards_and_speculators_drafters_give_the_same_figures(files, tmp_path):
@@ -178,10 +181,10 @@ def test_settings_of_different_depth_stand_side_by_side(files, tmp_path, monkeyp
                     "--output", tmp_path)  # fmt: skip
     lines = (tmp_path / "acceptance.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| accepted through step")]
-    assert len(rows) == 5 and ticks == [5, 5]
+    assert len(rows) == 4 and ticks == [5, 5]
     short = steps.index(3)
     assert all(row[1 - short].startswith("100.0%") for row in rows)
-    assert [row[short] == "-" for row in rows] == [False, False, False, True, True]
+    assert [row[short] == "-" for row in rows] == [False, False, True, True]
     assert "accepted through step 4" in done.stdout
 
 

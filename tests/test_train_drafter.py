@@ -480,7 +480,7 @@ def test_a_full_disk_while_the_drafter_is_written_is_one_line(folder, tmp_path):
     "arguments, message",
     [
         (["--data", "nowhere"], "nowhere: expected a directory of shards, found nothing"),
-        (["--data", "STATES", "--model", "nowhere"], "nowhere/config.json: not found"),
+        (["--data", "STATES", "--model", "nowhere"], "nowhere: no checkpoint folder there"),
         (["--data", "STATES", "--tokens-per-step", "100", "--tokens-per-batch", "64"], "must be a multiple"),
         (["--data", "STATES", "--long-documents", "refuse", "--tokens-per-step", "32"], "do not fit into a batch"),
         (["--data", "STATES", "--device", "tpu"], "--device tpu: expected auto, cuda, cpu"),
