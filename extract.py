@@ -16,6 +16,7 @@ sample once the token that follows from its stored state is the one that the eng
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from common.arguments import as_dict, parse
 from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_process, read_rows, read_target, tokenize
 from common.extraction_view import Figures, Interrupts, resume_line, summary
-from common.placement import Placement
+from common.placement import Placement, free_port
 from common.plan import cpu_text, plan_of, plan_text
 from common.plan_training import training_plan, training_text
 from common.progress import Progress
@@ -251,7 +252,8 @@ def meeting_place(args, placement: Placement) -> dict:
     first = placement.starts_engine and placement.engine_node == 0
     links = Links(args.tp, args.writers, over_nodes=True) if first else None
     line = ranks.gathered(links.where if links else None)[placement.first_rank]
-    return {"init_address": ranks.address_of(placement.first_rank), "links": links, "line": line}
+    address = ranks.gathered(f"{socket.gethostname()}:{free_port(placement.replica)}")[placement.first_rank]
+    return {"init_address": address, "links": links, "line": line}
 
 
 def engine_log(out: Path, placement: Placement) -> Path:

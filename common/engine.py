@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common.capture_points import CapturePoints
 from common.errors import OWN_CODE, UserError
-from common.placement import Placement
+from common.placement import Placement, free_port
 from common.tap_link import ENVIRONMENT as LINE_VARIABLE
 from common.tap_link import Links
 
@@ -109,6 +109,7 @@ class EngineSettings:
             "enable_mixed_chunk": False,
             "enforce_disable_flashinfer_allreduce_fusion": True,
             "forward_hooks": self.hooks(),
+            "nccl_port": free_port(self.placement.replica),
             "log_level": "info",
             "watchdog_timeout": 24 * 3600,  # a full ring makes a forward pass wait for the disk: that is not a hang
             "custom_sigquit_handler": report_dead_child,

@@ -5,10 +5,13 @@
     torchrun --nnodes 2 --nproc-per-node 1 ... --tp 16     1 replica over two nodes of 8 GPUs
     python extract.py ... --tp 8                           1 replica of eight GPUs
 
-The first process of a replica on a node starts that node's part of the engine; the others wait. Called by engine.py.
+The first process of a replica on a node starts that node's part of the engine; the others wait. Called by
+extraction.py; `free_port` by engine.py and extract.py.
 """
 
 import os
+import secrets
+import socket
 from dataclasses import dataclass
 
 from common.errors import UserError
@@ -90,6 +93,25 @@ def fits(tp: int, nodes: int, gpus_per_node: int) -> bool:
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def free_port(replica: int) -> int:
+    """A port of this host for the rendezvous of a replica's ranks, that is free now.
+
+    It is bound only when the engine's processes have started, so the kernel, asked for any free port, would give the
+    same one away again. Each of 20 replicas has 1,000 ports to choose from, none of which the kernel gives away by
+    itself (from 32768 on); two jobs on one host begin to look at different places.
+    """
+    first, start = 10_000 + replica % 20 * 1000, secrets.randbelow(1000)
+    for offset in range(1000):
+        port = first + (start + offset) % 1000
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise UserError(f"no port of {first} to {first + 999} is free on {socket.gethostname()}; end what uses them")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ numbers and objects travel over gloo on the CPU, gradients over NCCL where there
 """
 
 import os
-import socket
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -59,14 +58,6 @@ def summed(numbers: list[float]) -> list[float]:
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.tolist()
-
-
-def address_of(rank: int) -> str:
-    """"host:port" of rank `rank`, for a rendezvous of its own; every rank must call it."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return gathered(f"{socket.gethostname()}:{port}")[rank]
 
 
 def gathered(thing) -> list:

@@ -1,11 +1,12 @@
 """Placement under torchrun, for every combination of nodes, processes, GPUs and tensor parallelism up to four nodes."""
 
 import itertools
+import socket
 
 import pytest
 
 from common.errors import UserError
-from common.placement import place
+from common.placement import free_port, place
 
 
 def everyone(tp, nodes, per_node, gpus):
@@ -55,3 +56,13 @@ def test_impossible_combinations_say_what_would_be_possible(tp, nodes, per_node,
     with pytest.raises(UserError) as caught:
         everyone(tp, nodes, per_node, gpus)
     assert possible in str(caught.value)
+
+
+def test_replicas_of_one_host_never_choose_the_same_port_nor_one_in_use(monkeypatch):
+    ports = [free_port(replica) for replica in range(16)]
+    assert len({port // 1000 for port in ports}) == 16 and max(ports) < 32768
+    monkeypatch.setattr("secrets.randbelow", lambda n: 7)
+    taken = free_port(3)
+    with socket.socket() as other:
+        other.bind(("", taken))
+        assert free_port(3) > taken
