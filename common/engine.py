@@ -55,6 +55,16 @@ UNSAFE = {
     "enable_hierarchical_cache": (bool, "cached prefixes are never computed, so rows would be missing"),
     "tokenizer_worker_num": (lambda n: n > 1, "prompts come as token ids; there is nothing to tokenise"),
 }
+# Arguments that are set from a flag, or from what the scripts know; another value would leave them in the dark.
+PLACED = "torchrun's --nnodes and --nproc-per-node, with --tp"
+OWNED = {
+    "model_path": "--model", "revision": "--revision", "trust_remote_code": "--trust-remote-code", "tp_size": "--tp",
+    "device": "--device", "dtype": "--dtype", "random_seed": "--seed", "base_gpu_id": PLACED, "gpu_id_step": PLACED,
+    "nnodes": PLACED, "node_rank": PLACED, "dist_init_addr": PLACED, "nccl_port": PLACED,
+    "skip_tokenizer_init": "nothing: prompts come as token ids", "enable_multimodal": "nothing: prompts are text",
+    "watchdog_timeout": "nothing: a full ring may hold a forward pass back for long, and that is no hang",
+    "custom_sigquit_handler": "nothing: a process that dies is reported by the run itself",
+}  # fmt: skip
 SILENCE_SECONDS = 1800.0  # an answer and the disk take seconds to minutes; beyond this the engine hangs
 CPU_MAX_TOTAL_TOKENS = 32_768  # key/value cache on the CPU, in tokens
 MOST_DECODING = 512  # requests that decode at once, with CUDA graphs for all of them: without, a third of the speed
@@ -72,7 +82,6 @@ class EngineSettings:
     model: str
     points: CapturePoints
     tp: int = 1
-    revision: str | None = None
     trust_remote_code: bool = False
     device: str = "cuda"  # or "cpu"
     dtype: str = "auto"  # of the model: auto, bfloat16, float16, float32
@@ -90,7 +99,6 @@ class EngineSettings:
         """All arguments of sglang.ServerArgs. Raises UserError for an unsafe or unknown one, naming it."""
         arguments = {
             "model_path": self.model,
-            "revision": self.revision,
             "trust_remote_code": self.trust_remote_code,
             "tp_size": self.tp,
             "dtype": self.dtype,
@@ -101,6 +109,7 @@ class EngineSettings:
             "nnodes": self.placement.engine_nodes,
             "node_rank": self.placement.engine_node,
             "dist_init_addr": self.init_address,
+            "nccl_port": free_port(self.placement.replica),
             "skip_tokenizer_init": True,  # prompts and answers are token ids
             "enable_multimodal": False,  # and text: a multimodal target would ask for its image processor
             "disable_radix_cache": True,
@@ -109,7 +118,6 @@ class EngineSettings:
             "enable_mixed_chunk": False,
             "enforce_disable_flashinfer_allreduce_fusion": True,
             "forward_hooks": self.hooks(),
-            "nccl_port": free_port(self.placement.replica),
             "log_level": "info",
             "watchdog_timeout": 24 * 3600,  # a full ring makes a forward pass wait for the disk: that is not a hang
             "custom_sigquit_handler": report_dead_child,
@@ -126,6 +134,8 @@ class EngineSettings:
                 "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
             }
         for name, value in self.extra.items():
+            if name in OWNED:
+                raise UserError(f"engine argument {name}={value!r}: this is not for --engine-args; use {OWNED[name]}")
             if name in UNSAFE and UNSAFE[name][0](value):
                 raise UserError(f"engine argument {name}={value!r} is unsafe while capturing: {UNSAFE[name][1]}")
             arguments[name] = value
@@ -183,7 +193,9 @@ def prepare_environment(device: str, tp: int) -> None:
 
 
 def start_engine(settings: EngineSettings, log: Path):
-    """Start the engine; everything that SGLang prints goes to `log`. Returns None on the further nodes of a replica.
+    """Start the engine; everything that SGLang prints goes to `log`.
+
+    On the further nodes of a replica the engine takes no requests: its `tokenizer_manager` is None.
 
     Raises UserError, with the engine's own last word, when it does not come up.
     """

@@ -187,7 +187,16 @@ def check_ring(args, target: dict, lengths: list[int]) -> None:
 
 
 def chunk_tokens(args, target: dict) -> int | None:
-    return args.chunk_tokens or (2048 if target["device"] == "cpu" else None)
+    """Tokens a forward pass at most; None: SGLang's own choice, by the memory of the GPU."""
+    given = target["engine_arguments"].get("chunked_prefill_size")
+    if given is None:
+        return args.chunk_tokens or (2048 if target["device"] == "cpu" else None)
+    if not isinstance(given, int) or args.chunk_tokens:
+        raise UserError(
+            f"--engine-args chunked_prefill_size {given!r} and --chunk-tokens {args.chunk_tokens}: expected one number "
+            f"of tokens a forward pass; give --chunk-tokens alone"
+        )
+    return given if given > 0 else target["engine_arguments"].get("max_prefill_tokens", 16384)  # -1: not in chunks
 
 
 def own_share(samples: list, pending: set[int], rows_per_block: int, placement: Placement) -> list:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import extract
-from common.engine import UNSAFE
+from common.conversations import load_rows
+from common.engine import OWNED, UNSAFE
 from common.errors import UserError
 from common.shard_run import RunDirectory
 
@@ -146,8 +147,27 @@ def test_unsafe_engine_argument_is_refused_by_name(run, name):
     assert f"engine argument {name}=" in line and "unsafe while capturing" in line
 
 
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_an_engine_argument_that_a_flag_sets_is_refused_and_the_flag_named(run, name):
+    line = run("--engine-args", json.dumps({name: 2}), "--device", "cpu")
+    assert f"engine argument {name}=2" in line and f"use {OWNED[name]}" in line
+
+
 def test_ring_that_cannot_hold_a_forward_pass(run):
     assert "--ring-gb 0.0001" in run("--ring-gb", "0.0001")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (['{"chunked_prefill_size": 999999}'], "two forward passes of 999999 tokens"),
+        (['{"chunked_prefill_size": -1, "max_prefill_tokens": 888888}'], "two forward passes of 888888 tokens"),
+        (['{"chunked_prefill_size": 64}', "--chunk-tokens", "32"], "give --chunk-tokens alone"),
+        (['{"chunked_prefill_size": "64"}'], "expected one number of tokens"),
+    ],
+)
+def test_a_forward_pass_of_the_size_that_the_engine_arguments_say(run, flags, complaint):
+    assert complaint in run("--engine-args", *flags)
 
 
 @pytest.mark.parametrize(
