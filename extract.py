@@ -18,22 +18,24 @@ import json
 import os
 import socket
 import sys
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from common import ranks
+from common.answering import GivenUp, answer, answered
 from common.arguments import as_dict, parse
+from common.conversations import load_rows
 from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_process, read_rows, read_target, tokenize
-from common.extraction_view import Figures, Interrupts, resume_line, summary
+from common.extraction_view import AnswerFigures, Figures, Interrupts, resume_line, summary
 from common.placement import Placement, free_port
 from common.plan import cpu_text, plan_of, plan_text
 from common.plan_training import training_plan, training_text
 from common.progress import Progress
 from common.shard_check import status, status_text, verify
 from common.shard_run import RunDirectory
+from common.shard_writing import write_atomically
 
 
 def option(default, text: str):
@@ -165,9 +167,12 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         for line in run_directory.found.lines() if leader else ():
             progress.note(line)
         if args.regenerate:
-            if placement.starts_engine:
-                engine = start(args, target, placement, meeting, out, progress)
-            rows = regenerate(args, target, placement, rows, out, engine, progress, interrupted)
+            done = ranks.from_first(lambda: set(answered(out / "answers", rows)))
+            left = [row for row in rows if row.index not in done]
+            mine = [row for row in left if row.index % placement.replicas == placement.replica]
+            if mine and placement.starts_engine:
+                engine = start(args, target, placement, meeting, out, progress, decode_graphs=True)
+            rows = regenerate(args, target, placement, rows, done, mine, out, engine, progress, interrupted)
         samples, pending = ranks.from_first(lambda: tokenize(args, target, rows, run_directory, out, progress))
         if not leader:
             run_directory = open_directory(False, len(rows), None)
@@ -182,7 +187,8 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
                 capture(args, target, run_directory, share, engine, figures, progress, interrupted)
             )
         progress.stage("waiting for the other replicas" if world_size > 1 else "finishing")
-        every_check = [check for check in ranks.gathered(checks) if check]
+        shares = ranks.gathered(figures.share() | {"checks": checks})
+        every_check = [share["checks"] for share in shares if share["checks"]]
         progress.update(figures.done())
         if leader and every_check:
             earlier = run_directory.info.get("run", {}).get("self_checks", [])
@@ -194,7 +200,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
             run_directory.finish(arguments=as_dict(args))
             if left := run_directory.pending():
                 raise UserError(f"{len(left):,} captured rows are missing in {out}: files were removed meanwhile")
-        progress.close(summary(run_directory, samples, out, figures) if leader else None)
+        progress.close(summary(run_directory, out, shares) if leader else None)
         return 0
     except (UserError, KeyboardInterrupt) as error:
         if progress.total is None or run_directory is None:
@@ -220,7 +226,9 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
 # ---- engine and capture --------------------------------------------------------------------------------------------
 
 
-def start(args, target: dict, placement: Placement, meeting: dict, out: Path, progress: Progress):
+def start(
+    args, target: dict, placement: Placement, meeting: dict, out: Path, progress: Progress, decode_graphs: bool = False
+):
     """The engine of this replica; takes a minute or more."""
     from common.engine import EngineSettings, start_engine
 
@@ -234,7 +242,7 @@ def start(args, target: dict, placement: Placement, meeting: dict, out: Path, pr
         dtype=args.dtype,
         chunk_tokens=chunk_tokens(args, target),
         seed=args.seed,
-        decode_graphs=args.regenerate and target["device"] == "cuda",
+        decode_graphs=decode_graphs and target["device"] == "cuda",
         extra=target["engine_arguments"],
         placement=placement,
         writers=args.writers,
@@ -279,32 +287,25 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
         )
     progress.stage("proving the first batch")
     async with Capture(engine, run_directory, target["points"], settings, figures.committed, progress.note) as session:
-        figures.session = session
+        figures.begin(session)
         with interrupted.watched(session.stop, session.fail, lambda: len(session.samples), progress):
             await session.take(share)
     return session.self_checks()
 
 
-def regenerate(args, target, placement, rows, out, engine, progress, interrupted) -> list:
-    """Let the target answer the rows that have no answer yet; the rows with all answers, read back from chats.jsonl."""
-    from common.answering import GivenUp, answer, answered
-    from common.conversations import load_rows
+def regenerate(args, target, placement, rows, done, mine, out, engine, progress, interrupted) -> list:
+    """Let the target answer `mine` of the rows; returns all rows with their answers, read back from chats.jsonl.
+
+    done: indices of the rows that were answered before.
+    """
     from common.engine import ChildSignals, EngineDied
 
     folder = out / "answers"
-    done = ranks.from_first(lambda: set(answered(folder, rows)))
-    mine = [row for row in rows if row.index not in done and row.index % placement.replicas == placement.replica]
     if engine is not None and placement.engine_node == 0 and mine:
         folder.mkdir(exist_ok=True)
-        state = {"rows": len(done), "tokens": 0, "since": time.monotonic()}
-        progress.begin(len(rows), "conversations", state["rows"])
+        progress.begin(len(rows), "conversations", len(done))
+        figures = AnswerFigures(progress, out, len(done))
         progress.stage("answering")
-
-        def on_done(tokens: int):
-            state["rows"] += 1
-            state["tokens"] += tokens
-            speed = state["tokens"] / (time.monotonic() - state["since"])
-            progress.update(state["rows"], new_tokens_per_second=speed)
 
         async def go():
             given_up = GivenUp()
@@ -319,27 +320,28 @@ def regenerate(args, target, placement, rows, out, engine, progress, interrupted
                 return await answer(
                     engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",
                     temperature=args.temperature, max_new_tokens=args.max_new_tokens, context_length=target["context"],
-                    template_kwargs=target["template_kwargs"], on_done=on_done, given_up=given_up,
+                    template_kwargs=target["template_kwargs"], on_done=figures.answered, given_up=given_up,
                     should_stop=lambda: interrupted.seen,
                 )  # fmt: skip
 
         for text, count in engine.loop.run_until_complete(go()).items():
             progress.note(f"{count:,} {text}")
         progress.begin(len(rows), "samples")
-        progress.stage("waiting for the other replicas" if placement.replicas > 1 else "collecting answers")
+    progress.stage("waiting for the other replicas" if placement.replicas > 1 else "collecting answers")
     ranks.gathered(None)  # all replicas have answered
     chats = out / "chats.jsonl"
 
-    def collect():
+    def collect() -> int:
+        """Returns how many conversations are answered."""
         complete = answered(folder, rows)
-        if len(complete) < len(rows):
-            progress.note(f"stopped while answering; {len(complete):,} of {len(rows):,} conversations are safe")
-            raise KeyboardInterrupt
-        with chats.open("w", errors="backslashreplace") as file:
-            for _, row in sorted(complete.items()):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if len(complete) == len(rows):
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for _, row in sorted(complete.items()))
+            write_atomically(chats, lines.encode(errors="backslashreplace"))
+        return len(complete)
 
-    ranks.from_first(collect)
+    if (count := ranks.from_first(collect)) < len(rows):
+        progress.note(f"stopped while answering; {count:,} of {len(rows):,} conversations are safe")
+        raise KeyboardInterrupt
     return load_rows(str(chats))
 
 

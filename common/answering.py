@@ -8,6 +8,8 @@ prompt and an answer look like.
 """
 
 import asyncio
+import contextlib
+import errno
 import json
 import os
 import time
@@ -18,6 +20,7 @@ from common.conversations import Row
 from common.engine import MOST_DECODING, gone_silent
 from common.errors import UserError
 from common.regeneration import HOLE, fill, next_prompt, regenerated_row, script_of
+from common.shard_writing import cannot_write
 
 SILENCE_SECONDS = 7200.0  # until the first of them is answered may take half an hour on a CPU
 SYNC_SECONDS = 1.0  # lines that come within this time share one fsync: it holds everything else up
@@ -36,7 +39,11 @@ async def answer(
     remarks: Counter = Counter()
     synced = last_sign = time.monotonic()
     room = asyncio.Semaphore(MOST_DECODING)
-    with path.open("ab") as file:
+    try:
+        file = path.open("ab", buffering=0)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    with file:
 
         async def one(row: Row):
             nonlocal synced, last_sign
@@ -65,11 +72,15 @@ async def answer(
                     return  # interrupted between two turns
                 saved = {**regenerated_row(row, script), "asked": row.row_hash}
                 line = json.dumps(saved, ensure_ascii=False) + "\n"
-                file.write(line.encode(errors="backslashreplace"))
-                file.flush()
-                if time.monotonic() - synced > SYNC_SECONDS:
-                    os.fsync(file.fileno())
-                    synced = time.monotonic()
+                data = line.encode(errors="backslashreplace")
+                try:
+                    if file.write(data) < len(data):
+                        raise OSError(errno.ENOSPC, "a line was cut in half")  # which a resume cuts away
+                    if time.monotonic() - synced > SYNC_SECONDS:
+                        os.fsync(file.fileno())
+                        synced = time.monotonic()
+                except OSError as error:
+                    raise cannot_write(path, error) from None
                 on_done(generated)
 
         tasks = [asyncio.create_task(one(row)) for row in rows]
@@ -90,7 +101,8 @@ async def answer(
         finally:
             for task in [*tasks, death]:
                 task.cancel()
-            os.fsync(file.fileno())
+            with contextlib.suppress(OSError):  # what was not synced by then is answered again
+                os.fsync(file.fileno())
     return +remarks
 
 

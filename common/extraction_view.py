@@ -12,12 +12,14 @@ import time
 from collections import deque
 from pathlib import Path
 
+from common.errors import UserError
 from common.progress import Progress
 from common.shard_check import status
 from common.shard_run import RunDirectory
 from common.shard_writing import cannot_write
 
 LOOK_SECONDS, WINDOW = 0.25, 40  # how often the figures are made anew, and over how many looks speeds are taken
+STALE_SECONDS = 20.0  # a replica whose heartbeat is older does nothing any more
 FEW_SAMPLES = 500  # with fewer, the trainer's defaults may hold nothing out and take a handful of steps
 FEW_OPTIONS = "--eval-fraction 0.2 --tokens-per-step 2048 --max-steps 200 --learning-rate 1e-3"  # instead
 
@@ -67,23 +69,29 @@ class Figures:
         self.progress, self.out, self.done_before = progress, out, done_before
         self.started_at = time.time()
         self.samples = self.tokens = self.bytes = self.others = 0
-        self.started = time.monotonic()
+        self.began = self.ended = None  # time.time() of this replica's first prompt and last commit
         self.recent: deque = deque(maxlen=WINDOW)  # (time, tokens, bytes) of each look
         self.session = None
         progress.update(self.done())
         if replicas > 1 and not progress.quiet:
             threading.Thread(target=self.follow, daemon=True, name="follow-replicas").start()
 
+    def begin(self, session) -> None:
+        """The first prompt of this session goes to the engine now."""
+        self.session, self.began = session, time.time()
+
     def follow(self):
         """Show what the other replicas do also while this one commits nothing."""
         while True:
             time.sleep(2.0)
-            self.progress.update(self.done())
+            with contextlib.suppress(UserError):  # of a disk that is gone: the main thread meets it as well
+                self.look()
 
     def committed(self, record) -> None:
         """A sample became durable (or was set aside: None). At hundreds a second, a look at disk and replicas for each
         would cost much."""
         self.samples += 1
+        self.ended = time.time()
         if record is not None:
             self.tokens += record.tokens
             self.bytes += record.bytes
@@ -95,44 +103,97 @@ class Figures:
     def look(self) -> None:
         self.recent.append((time.monotonic(), self.tokens, self.bytes))
         seconds, tokens, written = (x - y for x, y in zip(self.recent[-1], self.recent[0], strict=True))
+        beats = self.beats_of_others()
+        busy = [beat for beat in beats if not beat["stage"] and beat["time"] > time.time() - STALE_SECONDS]
         speeds = {}
         if seconds:  # from the second look on
-            speeds = {"tokens_per_second": tokens / seconds, "written": f"{written / seconds / 1e9:.3f} GB/s"}
+            rate = tokens / seconds + sum(number(beat, "tokens_per_second") for beat in busy)
+            gb_per_second = written / seconds / 1e9 + sum(number(beat, "written") for beat in busy)
+            speeds = {"tokens_per_second": rate, "written": f"{gb_per_second:.3f} GB/s"}
+        stalled = self.session.stalled_seconds() if self.session else 0
         try:
             disk = os.statvfs(self.out)
         except OSError as error:
             raise cannot_write(self.out, error) from None
         self.progress.update(
-            self.done(),
+            self.done(beats),
             **speeds,
             disk_left=f"{disk.f_bavail * disk.f_frsize / 1e9:,.0f} GB",
-            ring_stalled=f"{self.session.stalled_seconds() if self.session else 0:.0f} s",
+            ring_stalled=f"{stalled + sum(number(beat, 'ring_stalled') for beat in beats):.0f} s",
         )
 
-    def done(self) -> int:
-        self.others = sum(self.of_others())
+    def done(self, beats: list[dict] | None = None) -> int:
+        beats = self.beats_of_others() if beats is None else beats
+        self.others = sum(max(beat["done"] - self.done_before, 0) for beat in beats)
         return self.done_before + self.samples + self.others
 
-    def of_others(self):
-        """Samples that the other replicas have done, from their heartbeats."""
-        if self.progress.quiet:
-            return
-        for path in self.out.glob("heartbeat-*.json"):
-            try:
-                beat = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            if beat["time"] > self.started_at:
-                yield max(beat["done"] - self.done_before, 0)
+    def beats_of_others(self) -> list[dict]:
+        return [] if self.progress.quiet else beats_of_others(self.out, self.started_at, "samples")
+
+    def share(self) -> dict:
+        """What this replica did, for `speed_of`."""
+        return {"tokens": self.tokens, "began": self.began, "ended": self.ended}
 
 
-def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figures) -> str:
+class AnswerFigures:
+    """Counts answered conversations of this process and shows them, on rank 0 with those of the other replicas."""
+
+    def __init__(self, progress: Progress, out: Path, done_before: int):
+        self.progress, self.out, self.done_before = progress, out, done_before
+        self.started_at, self.started = time.time(), time.monotonic()
+        self.rows = self.tokens = 0
+        self.looked = 0.0  # when the heartbeats of the others were read
+        self.beats: list[dict] = []
+
+    def answered(self, tokens: int) -> None:
+        self.rows += 1
+        self.tokens += tokens
+        now = time.monotonic()
+        if not self.progress.quiet and now - self.looked > LOOK_SECONDS:
+            self.looked, self.beats = now, beats_of_others(self.out, self.started_at, "conversations")
+        others = sum(max(beat["done"] - self.done_before, 0) for beat in self.beats)
+        speed = self.tokens / (now - self.started)
+        speed += sum(number(beat, "new_tokens_per_second") for beat in self.beats if not beat["stage"])
+        self.progress.update(self.done_before + self.rows + others, new_tokens_per_second=speed)
+
+
+def beats_of_others(out: Path, since: float, unit: str) -> list[dict]:
+    """The heartbeats that the other replicas have written since then (time.time()), if they count in this unit."""
+    beats = []
+    for path in out.glob("heartbeat-*.json"):
+        try:
+            beat = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        beats += [beat] if beat["time"] > since and beat["unit"] == unit else []
+    return beats
+
+
+def number(beat: dict, name: str) -> float:
+    """A figure of a heartbeat without its unit; 0 where it has none."""
+    return float(str(beat["figures"].get(name, 0)).split()[0])
+
+
+def speed_of(shares: list[dict]) -> str:
+    """What all replicas did in this run, in words; empty when nothing was captured. Loading engines is not counted."""
+    worked = [share for share in shares if share["tokens"]]
+    if not worked:
+        return ""
+    tokens = sum(share["tokens"] for share in worked)
+    seconds = max(share["ended"] for share in worked) - min(share["began"] for share in worked)
+    who = f" of {len(worked)} replicas" if len(worked) > 1 else ""
+    return (
+        f"; this run: {tokens:,} tokens{who}, {tokens / max(seconds, 1e-3):,.0f} tokens/s from the first prompt to the "
+        f"last commit"
+    )
+
+
+def summary(run_directory: RunDirectory, out: Path, shares: list[dict]) -> str:
+    """shares: `Figures.share` of all replicas."""
     report = status(out)
-    seconds = time.monotonic() - figures.started
-    speed = f"; {figures.tokens / seconds:,.0f} tokens/s" if figures.tokens else ""
     lines = [
         f"{report['committed']:,} samples, {report['tokens']:,} tokens ({report['supervised_tokens']:,} supervised), "
-        f"{report['bytes'] / 1e9:.3f} GB in {out}{speed}"
+        f"{report['bytes'] / 1e9:.3f} GB in {out}{speed_of(shares)}"
     ]
     for reasons in (report["skips_by_reason"], report["set_aside_by_reason"]):
         lines += [f"{count:,} rows left out: {reason}" for reason, count in reasons.items()]
@@ -153,6 +214,7 @@ def summary(run_directory: RunDirectory, samples: list, out: Path, figures: Figu
 def resume_line(run_directory: RunDirectory, total: int, word: str) -> str:
     if run_directory is None:
         return f"{word}; nothing was captured yet"
+    run_directory.read_logs()  # the other replicas' commits count, too
     safe = len(run_directory.committed)
     return f"{word}: {safe:,} of {total:,} samples are safe. The same command goes on{own_command()}"
 

@@ -208,6 +208,17 @@ def test_read_only_directory(run, tmpfs):
     assert "cannot write there" in run(output=tmpfs("ro") / "out")
 
 
+def test_answers_that_are_all_there_need_no_engine(run, tmp_path):
+    """The complaint about the ring, which comes after them, is there in seconds."""
+    data, answers = tmp_path / "data.jsonl", tmp_path / "out" / "answers"
+    data.write_text(json.dumps(CHAT) + "\n")
+    (row,) = load_rows(str(data))
+    answers.mkdir(parents=True)
+    (answers / "answers-0.jsonl").write_text(json.dumps({"index": 0, **CHAT, "asked": row.row_hash}) + "\n")
+    assert "--ring-gb 0.0001" in run("--regenerate", "--ring-gb", "0.0001")
+    assert not (tmp_path / "out" / "logs").exists(), "an engine was started"
+
+
 def test_exit_status_and_single_line(tmp_path):
     """What a shell sees."""
     for arguments in (["--model", "/nowhere/model", "--data", "x", "--output", tmp_path / "o"], ["--status", tmp_path]):

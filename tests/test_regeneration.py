@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,19 @@ def test_an_engine_that_never_answers_ends_the_run(smollm2, tmp_path, monkeypatc
         context_length=100, template_kwargs=None, on_done=print, given_up=answering.GivenUp(),
     )  # fmt: skip
     with pytest.raises(EngineDied, match="has been silent for 0 s; its stacks are in its log"):
+        asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_a_full_disk_is_said_in_one_line(smollm2):
+    class Quick:
+        async def async_generate(self, **_):
+            return {"output_ids": [5, 6], "meta_info": {"finish_reason": {"type": "stop"}}}
+
+    work = answering.answer(
+        Quick(), [row_of({"turns": ["Hi"]})], smollm2, Path("/dev/full"), temperature=0.0, max_new_tokens=4,
+        context_length=100, template_kwargs=None, on_done=print, given_up=answering.GivenUp(),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="/dev/full: the disk is full .* run the same command again"):
         asyncio.run(asyncio.wait_for(work, 60))
 
 
