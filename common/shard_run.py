@@ -12,7 +12,7 @@ replica's parent process has its own and whole blocks of rows (`run.blocks()`) b
     run.skip([Skipped(index, "nothing supervised", source), ...])                                   # leader only
     run.note(self_checks={...})                           # into dataset.json under "run"; leader only
     run.read_logs()                                       # see what the other replicas committed
-    run.refresh_lengths()                                 # sample_lengths.json, when a block is complete
+    run.refresh_lengths()                                 # sample_lengths.json; opening and `finish` do it
     run.finish(); run.close()                             # finish: leader, after the others; close: all
 
 `identity` is flat JSON that must be equal at resume, and is what readers find in `reader.info`: model, revision,
@@ -339,7 +339,7 @@ class RunDirectory:
         self._write_info()
 
     def refresh_lengths(self) -> None:
-        """Write sample_lengths.json at OUT and in every block: call it when a block is complete.
+        """Write sample_lengths.json at OUT and in every block; opening and `finish` call it.
 
         It reads the manifests of all replicas, so the last writer is right about everything committed before it
         started; `finish` writes it once more when all are done. One file, hard-linked into the blocks (copied where

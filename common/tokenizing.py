@@ -121,8 +121,8 @@ def tokenizer_fingerprint(tokenizer) -> dict[str, str]:
 
 def tokenize_rows(rows: Iterable[Row], tokenizer, *, supervise: str = "all", max_length: int | None = None,
                   over_length: str = "truncate", context_length: int | None = None, vocab_size: int | None = None,
-                  template_kwargs: dict | None = None, workers: int = 1, worker_tokenizer: dict | None = None,
-                  on_progress: Callable[[int, int], None] | None = None) -> Tokenized:
+                  template_kwargs: dict | None = None, workers: int = 1,
+                  worker_tokenizer: dict | None = None) -> Tokenized:
     """Tokenizes all rows, in order.
 
     supervise: "all" assistant turns, the "last" one, or "each": one sample per assistant turn, holding the conversation
@@ -131,7 +131,7 @@ def tokenize_rows(rows: Iterable[Row], tokenizer, *, supervise: str = "all", max
     context_length: tokens that the model can take; a longer row is an error unless max_length deals with it.
     vocab_size: ids must lie below it.  template_kwargs: extra variables for the chat template.
     workers: processes, used from 2,000 rows on; they load their own tokenizer: worker_tokenizer holds the arguments of
-    `load_tokenizer`.  on_progress(rows done, tokens so far) is called every few rows.
+    `load_tokenizer`.
     Raises UserError for the first bad row, and when no row is left.
     """
     for flag, value, all_ in (("supervise", supervise, SUPERVISE), ("over-length", over_length, OVER_LENGTH)):
@@ -147,10 +147,9 @@ def tokenize_rows(rows: Iterable[Row], tokenizer, *, supervise: str = "all", max
         over_length=over_length, context_length=context_length, vocab_size=vocab_size, template_kwargs=template_kwargs,
     )  # fmt: skip
     chunks = [rows[i : i + CHUNK_ROWS] for i in range(0, len(rows), CHUNK_ROWS)]
-    result, done, tokens = Tokenized(), 0, 0
+    result = Tokenized()
 
     def take(chunk, outcomes):
-        nonlocal done, tokens
         for row, (tokenized, reason, remarks) in zip(chunk, outcomes, strict=True):
             result.remarks.update(remarks)
             if tokenized is None:
@@ -158,10 +157,6 @@ def tokenize_rows(rows: Iterable[Row], tokenizer, *, supervise: str = "all", max
                 result.skipped_rows.append((row.index, reason))
             else:
                 result.rows.append(tokenized)
-                tokens += len(tokenized.input_ids)
-        done += len(chunk)
-        if on_progress is not None:
-            on_progress(done, tokens)
 
     if workers > 1 and worker_tokenizer is not None and len(rows) >= WORKERS_FROM_ROWS:
         context = multiprocessing.get_context("spawn")  # fork would copy held locks of tokenizer and progress threads

@@ -172,15 +172,11 @@ def test_processes_give_the_same_in_the_same_order(standin_folder, monkeypatch):
     tokenizer = load_tokenizer(**loading)
     rows = rows_of(*[chat(f"rain {i}", f"plain {i * i}" if i % 7 else "") for i in range(60)], chat("Hi"))
     alone = tokenize_rows(rows, tokenizer)
-    seen = []
-    many = tokenize_rows(
-        rows, tokenizer, workers=2, worker_tokenizer=loading, on_progress=lambda *done: seen.append(done)
-    )
+    many = tokenize_rows(rows, tokenizer, workers=2, worker_tokenizer=loading)
     assert [row.index for row in many.rows] == [row.index for row in alone.rows] == list(range(60))
     for one, other in zip(many.rows, alone.rows, strict=True):
         assert one.input_ids.tolist() == other.input_ids.tolist() and one.loss_mask.tolist() == other.loss_mask.tolist()
-    assert many.skipped == alone.skipped and [done for done, _ in seen] == [8, 16, 24, 32, 40, 48, 56, 61]
-    assert seen[-1][1] == sum(len(row.input_ids) for row in alone.rows)
+    assert many.skipped == alone.skipped
     bad = [*rows[:30], *rows_of(tokens([999999], [1])), *rows[30:]]
     with pytest.raises(UserError, match=r"^d\.jsonl:1: token id 999999 at position 0"):  # raised in another process
         tokenize_rows(bad, tokenizer, workers=2, worker_tokenizer=loading, vocab_size=163840)
