@@ -13,7 +13,7 @@ logits are closer than their rounding, are counted instead.
 import asyncio
 import secrets
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 
 import numpy as np
 
@@ -46,10 +46,10 @@ class Capture:
         self.answers: dict[int, int] = {}  # index -> the engine's greedy token
         self.records: dict[int, tuple] = {}  # index -> ("written" | "set_aside", content)
         self.samples: dict[int, object] = {}  # in flight
+        self.asked: set[asyncio.Task] = set()  # that the engine has not answered yet
         self.ready: deque[int] = deque()  # both sides are there
         self.proofs: list[dict] = []
         self.rank_figures: dict[int, dict] = {}
-        self.written_by: Counter[int] = Counter()  # rank -> samples
         self.ties = self.near_ties = 0
         self.committed = 0
         self.set_aside = 0
@@ -90,6 +90,7 @@ class Capture:
     async def __aexit__(self, kind, error, trace):
         """Empty the tap and commit what is complete, also after an error: those samples are as good as any."""
         self.committer.cancel()
+        self.error = self.error or error
         try:
             await self.end()
             self.commit_ready()
@@ -101,12 +102,19 @@ class Capture:
         if isinstance(self.error, EngineDied | KeyboardInterrupt):
             return
         patience = time.monotonic() + (30.0 if self.error else SILENCE_SECONDS)
+        while self.asked and self.ranks > 1 and self.in_touch(patience):
+            # A rank whose session ends before that of another is missing in what they would compute together.
+            await asyncio.wait(self.asked, timeout=0.1)
+            self.asked = {task for task in self.asked if not task.done()}
         for rank in range(self.ranks):
             self.links.send("end", rank)
-        while self.ended < self.begun and not isinstance(self.error, EngineDied | KeyboardInterrupt):
-            if time.monotonic() > patience:
-                break
+        while self.ended < self.begun and self.in_touch(patience):
             await asyncio.sleep(0.02)
+
+    def in_touch(self, patience: float) -> bool:
+        """Whether something may still come from the engine, until that moment."""
+        gone = self.links.lost or isinstance(self.error, EngineDied | KeyboardInterrupt)
+        return not gone and time.monotonic() < patience
 
     # -- samples --
 
@@ -118,7 +126,6 @@ class Capture:
         """
         samples = deque(samples)
         alone = True
-        pending: set[asyncio.Task] = set()
         tokens_in_flight = 0
         while samples and not self.stopping:
             batch = [samples.popleft()]
@@ -128,27 +135,27 @@ class Capture:
                 tokens += len(batch[-1].input_ids)
             task = asyncio.create_task(self.ask(batch))
             task.tokens = tokens
-            pending.add(task)
+            self.asked.add(task)
             tokens_in_flight += tokens
-            while pending and (alone or tokens_in_flight >= self.settings["tokens_in_flight"]):
-                tokens_in_flight -= await self.some_done(pending)
+            while self.asked and (alone or tokens_in_flight >= self.settings["tokens_in_flight"]):
+                tokens_in_flight -= await self.some_done()
             if alone:
                 await self.until(lambda: not self.samples)
                 alone = not self.proofs
-        while pending:
-            await self.some_done(pending)
+        while self.asked:
+            await self.some_done()
         await self.until(lambda: not self.samples)
 
-    async def some_done(self, pending: set) -> int:
+    async def some_done(self) -> int:
         """Wait until at least one task is done; returns the tokens that are no longer in flight."""
         waiter = asyncio.create_task(self.wait_for_error())
-        done, _ = await asyncio.wait({*pending, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({*self.asked, waiter}, return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
         if self.error:
             raise self.error
         tokens = 0
         for task in done - {waiter}:
-            pending.discard(task)
+            self.asked.discard(task)
             task.result()
             tokens += task.tokens
         return tokens
@@ -206,7 +213,6 @@ class Capture:
         elif kind in ("written", "set_aside"):
             records = content.pop("records") if kind == "written" else [content]
             self.rank_figures[rank] = content
-            self.written_by[rank] += len(records)
             for record in records:
                 self.records[record["index"]] = (kind, record)
                 self.check(record["index"])

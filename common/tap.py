@@ -19,15 +19,15 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
 
 from common.errors import UserError
-from common.proof import FirstBatchProof
+from common.proof import FirstBatchProof, ProofFailed
 from common.ring import Ring
 from common.state_dtypes import stored_dtypes, to_stored
 from common.tap_link import Line, leave_signals_to_the_main_process, writers_a_rank
+from common.tap_rows import Piece, consecutive_rows, gather, pieces_of
 from common.tap_writer import CANDIDATES, Region, failure
 from common.writer_pool import WriterPool
 
@@ -151,24 +151,7 @@ def logits_hook(config: dict):
     return hook
 
 
-# ---- rows of a forward pass ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Piece:
-    """The rows of one request in one forward pass."""
-
-    index: int  # of the sample
-    batch_start: int  # first row in the batch
-    rows: int
-    prefix: int  # position of the first row in the sample
-    tokens: int  # length of the sample
-    request: int  # number of the request in the batch
-    region: Region | None = None
-    region_start: int = 0
-
-    def completes(self) -> bool:
-        return self.prefix + self.rows == self.tokens
+# ---- a session -------------------------------------------------------------------------------------------------------
 
 
 class Tap:
@@ -176,7 +159,8 @@ class Tap:
 
     settings: session (its requests are called {session}-{index}-{tokens}); ranks; points, names (of the stored
     tensors); hidden_size; dtype (--state-dtype); ring_bytes; and those of tap_writer.Session. `failed` is set by the
-    first error, here or in a writer; from then on nothing is captured.
+    first error, here or in a writer; from then on this rank keeps nothing. It goes on computing with the other ranks
+    what all must compute together, or theirs would come from messages that were meant for something else.
     """
 
     def __init__(self, model, settings: dict, line: Line, writers: WriterPool):
@@ -197,15 +181,14 @@ class Tap:
         self.in_flight: list[tuple] = []  # (event, copies): device tensors must outlive the copies that read them
         self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
         self.proof = FirstBatchProof(model, settings["points"], self.names, self.ranks, sum_over_ranks)
-        self.writers.begin(settings, self.ring, self.stop)
+        self.writers.begin(settings, self.ring, self.stop, self.device)
 
     # -- hooks, on the scheduler's thread --
 
     def wants(self, forward_batch) -> bool:
         """Whether a forward pass carries rows to capture: prompts, not decoding steps, verification or idling."""
         return (
-            not self.failed
-            and forward_batch.rids is not None
+            forward_batch.rids is not None
             and forward_batch.forward_mode.is_extend_without_speculative()
             and any(rid.startswith(self.rid_prefix) for rid in forward_batch.rids)
         )
@@ -213,32 +196,33 @@ class Tap:
     def layer_done(self, slot: int, forward_batch, output):
         """One captured layer has run: take its residual stream, [T, H], and copy this rank's rows to the ring."""
         with self.failures_reported():
-            hidden, residual = residual_stream(output)
-            if self.proof.pending:
-                self.proof.seen(slot, hidden, residual)
             if slot == 0:
                 self.begin_batch(forward_batch)
             elif self.batch is None:
                 raise RuntimeError(f"the hook of {self.names[slot]} ran before that of {self.names[0]}")
+            hidden, residual = residual_stream(output)
+            if self.proof.pending:
+                self.proof.seen(slot, hidden, residual)
             if slot == len(self.names) - 1:
                 self.last_rows = self.rows_that_end_samples(hidden, residual, self.last_positions)
+            if self.failed:
+                return
+            if slot == 0:
+                self.take_regions(forward_batch)
             self.copy_rows(slot, hidden, residual)
 
     def begin_batch(self, forward_batch):
-        """Work out which rows belong to which sample, and take regions of the ring for those that this rank writes."""
-        pieces, start = [], 0
-        lengths, prefixes = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        for request, (rid, rows, prefix) in enumerate(zip(forward_batch.rids, lengths, prefixes, strict=True)):
-            if rid.startswith(self.rid_prefix):
-                index, tokens = map(int, rid.removeprefix(self.rid_prefix).split("-"))
-                pieces.append(Piece(index, start, int(rows), int(prefix), tokens, request))
-            start += int(rows)
+        """Work out which rows belong to which sample."""
+        pieces = pieces_of(forward_batch, self.rid_prefix)
         # Every rank needs the logits of every ending sample, because the head is split over ranks.
         self.ending = [piece for piece in pieces if piece.completes()]
         self.last_positions = [piece.batch_start + piece.rows - 1 for piece in self.ending]
+        self.last_rows = None
         self.batch = [piece for piece in pieces if piece.index % self.ranks == self.rank]
         self.copies, self.runs = [], []  # (device tensor, host tensor); rows of this pass, their region and its row
 
+    def take_regions(self, forward_batch):
+        """Regions of the ring for the samples that this rank writes, and their token ids in them."""
         whole = [piece for piece in self.batch if piece.rows == piece.tokens]
         if whole:
             region = self.take_region(sum(piece.rows for piece in whole), samples=len(whole))
@@ -257,13 +241,14 @@ class Tap:
             piece.region = self.partial[piece.index]
             self.runs.append(([(piece.batch_start, piece.rows)], piece.region, piece.prefix))
         for rows, region, region_start in self.runs:
-            self.copy(self.gather(forward_batch.input_ids, rows).clone(), region.ids, region_start)
+            self.copy(gather(forward_batch.input_ids, rows).clone(), region.ids, region_start)
 
     def take_region(self, rows: int, samples: int) -> Region | None:
         nbytes, carve = Region.plan(self.dtypes, rows, self.settings["hidden_size"])
+        of_this_pass = {region.start for _, region, _ in self.runs}  # written only when the pass is over
         incomplete = {region.start for region in self.partial.values()}
         try:
-            taken = self.ring.allocate(nbytes, never_freed=incomplete)
+            taken = self.ring.allocate(nbytes, never_freed=incomplete | of_this_pass)
         except ValueError as error:
             raise UserError(f"--ring-gb {self.ring.capacity / 1e9:.3g} is too small: {error}; raise it") from None
         if taken is None:
@@ -274,9 +259,9 @@ class Tap:
 
     def copy_rows(self, slot: int, hidden, residual):
         for rows, region, region_start in self.runs:
-            state = self.gather(hidden, rows)  # [rows, H]
+            state = gather(hidden, rows)  # [rows, H]
             # A tensor of our own: the next layer works in place on both, while the copy may still be under way.
-            state = state.clone() if residual is None else state + self.gather(residual, rows)
+            state = state.clone() if residual is None else state + gather(residual, rows)
             state, largest = to_stored(state, self.dtypes[slot])
             self.copy(state, region.states[slot], region_start)
             self.copy(largest, region.largest[slot], region_start)
@@ -303,12 +288,6 @@ class Tap:
         self.in_flight.append((event, self.copies))
         return event
 
-    @staticmethod
-    def gather(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
-        """Runs of consecutive rows as one tensor; a single run stays a view."""
-        parts = [tensor[start : start + count] for start, count in rows]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def rows_that_end_samples(self, hidden, residual, positions: list[int]) -> torch.Tensor | None:
         """The last state of each sample that ends in this batch, [B, H], as it is stored."""
         if not positions:
@@ -319,34 +298,46 @@ class Tap:
 
     def forward_done(self, logits_processor, args):
         """All layers have run: prove the first batch, compute own tokens, hand complete samples to the writers."""
-        with self.failures_reported():
-            if self.batch is None:
+        with self.failures_reported(together=True):
+            batch, self.batch = self.batch, None
+            if batch is None:
                 raise RuntimeError("no layer hook ran in this forward pass; the layers' names do not match the model")
             if len(args) < 3:
                 raise RuntimeError("the logits processor got its states by keyword; a hook cannot see them")
-            post_norm, lm_head = args[1], args[2]
             began = time.monotonic()
-            if self.proof.pending:
-                aux = args[4] if len(args) > 4 else None
-                if result := self.proof.check(aux, post_norm):
-                    self.send("proof", rank=self.rank, **result)
-            ending, hidden = len(self.ending), self.settings["hidden_size"]
-            host_own = torch.empty(ending, 2 * CANDIDATES + 1, dtype=torch.float64, pin_memory=self.on_gpu)
-            host_last = torch.empty(ending, hidden, dtype=self.dtypes[-1], pin_memory=self.on_gpu)
-            if ending:
-                own = own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))
-                self.copy(own, host_own, 0)
-                self.copy(self.last_rows.to(self.dtypes[-1]), host_last, 0)
+            own = self.checks(logits_processor, *args[1:3], args[4] if len(args) > 4 else None)
             self.check_seconds += time.monotonic() - began
-            event = self.start_copies()
-            mine = [number for number, piece in enumerate(self.ending) if piece.index % self.ranks == self.rank]
-            if mine:
-                pieces = [self.ending[number] for number in mine]
-                samples = [(p.index, p.region.start, len(p.region.ids), p.region_start, p.tokens) for p in pieces]
-                for piece in pieces:
-                    self.partial.pop(piece.index, None)
-                self.writers.put(event, self.figures(), samples, host_own, host_last, mine)
-            self.batch = None
+        with self.failures_reported():
+            if not self.failed:
+                self.hand_over(own)
+
+    def checks(self, logits_processor, post_norm, lm_head, aux) -> torch.Tensor | None:
+        """The proof while it is pending, and the own tokens of the samples that end in this pass. All ranks compute
+        both together, so each must call this in every pass, also one that has failed."""
+        if self.proof.pending:
+            if result := self.proof.check(aux, post_norm):
+                self.send("proof", rank=self.rank, **result)
+        if not self.ending:
+            return None
+        if self.last_rows is None:  # this rank has failed meanwhile
+            self.last_rows = post_norm.new_zeros(len(self.ending), post_norm.shape[-1])
+        return own_tokens(logits_processor, lm_head, self.proof.norm(self.last_rows))
+
+    def hand_over(self, own: torch.Tensor | None):
+        """The rows of this pass to host memory, and the samples that it completes to the writers."""
+        if own is not None:
+            host_own = torch.empty(own.shape, dtype=own.dtype, pin_memory=self.on_gpu)
+            host_last = torch.empty(self.last_rows.shape, dtype=self.dtypes[-1], pin_memory=self.on_gpu)
+            self.copy(own, host_own, 0)
+            self.copy(self.last_rows.to(self.dtypes[-1]), host_last, 0)
+        event = self.start_copies()
+        mine = [number for number, piece in enumerate(self.ending) if piece.index % self.ranks == self.rank]
+        if mine:
+            pieces = [self.ending[number] for number in mine]
+            samples = [(p.index, p.region.start, len(p.region.ids), p.region_start, p.tokens) for p in pieces]
+            for piece in pieces:
+                self.partial.pop(piece.index, None)
+            self.writers.put(event, self.figures(), samples, host_own, host_last, mine)
 
     # -- the other processes --
 
@@ -376,14 +367,20 @@ class Tap:
         self.send("ended", **self.figures())
 
     @contextlib.contextmanager
-    def failures_reported(self):
-        """An exception in a hook goes to the committing process, instead of killing the engine."""
+    def failures_reported(self, together: bool = False):
+        """An exception in a hook goes to the committing process, instead of killing the engine.
+
+        together: in what all ranks compute together. A failed proof is one on all of them; after anything else the
+        others may wait for this one, so its process ends.
+        """
         try:
             yield
         except Exception as error:
             if not self.failed:
                 self.stop()
                 self.send("failed", **failure(error))
+            if together and self.ranks > 1 and not isinstance(error, ProofFailed):
+                raise
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
@@ -405,17 +402,6 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     from sglang.srt.distributed import tensor_model_parallel_all_reduce
 
     return tensor_model_parallel_all_reduce(tensor.clone())
-
-
-def consecutive_rows(pieces: list[Piece]) -> list[tuple[int, int]]:
-    """(first row, number of rows) of the pieces in the batch, neighbours merged."""
-    runs: list[list[int]] = []
-    for piece in pieces:
-        if runs and runs[-1][0] + runs[-1][1] == piece.batch_start:
-            runs[-1][1] += piece.rows
-        else:
-            runs.append([piece.batch_start, piece.rows])
-    return [(start, count) for start, count in runs]
 
 
 def own_tokens(logits_processor, lm_head, normed: torch.Tensor) -> torch.Tensor:

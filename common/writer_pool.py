@@ -1,10 +1,10 @@
 """The scheduler's side of its writer processes: starts them, hands them what a forward pass has completed, and takes
 regions of the ring back.
 
-    pool = WriterPool(rank, number, on_death)   # once, while the model loads
-    pool.begin(settings, ring, on_failure)      # a session of the tap
-    pool.put(event, figures, samples, ...)      # after each forward pass that completes some
-    pool.end(session)                           # when all is written
+    pool = WriterPool(rank, number, on_death)        # once, while the model loads
+    pool.begin(settings, ring, on_failure, device)   # a session of the tap
+    pool.put(event, figures, samples, ...)           # after each forward pass that completes some
+    pool.end(session)                                # when all is written
 
 The scheduler's own thread only puts into a queue. A courier thread waits for the device and sends one message a writer
 and forward pass; a thread a writer takes its answers.
@@ -43,8 +43,9 @@ class WriterPool:
             threading.Thread(target=self._receive, args=(ours, process), daemon=True, name=f"writer-{writer}").start()
         threading.Thread(target=self._carry, daemon=True, name="courier").start()
 
-    def begin(self, settings: dict, ring: Ring, on_failure: Callable[[], None]) -> None:
-        """on_failure() is called, from a thread, when a writer can write no more."""
+    def begin(self, settings: dict, ring: Ring, on_failure: Callable[[], None], device: torch.device) -> None:
+        """on_failure() is called, from a thread, when a writer can write no more. device: of the states."""
+        self.passes.put(device)
         self.ring, self.ranks, self.on_failure = ring, settings["ranks"], on_failure
         self.users.clear()
         self._send_all("begin", {**settings, "ring": ring.where})
@@ -75,6 +76,10 @@ class WriterPool:
             passed = self.passes.get()
             if isinstance(passed, str):
                 self._send_all("end", {"session": passed})
+                continue
+            if isinstance(passed, torch.device):
+                if passed.type == "cuda":
+                    torch.cuda.set_device(passed)  # of this thread, or it would begin to use GPU 0 of all ranks
                 continue
             event, figures, samples, own, last, rows = passed
             if event is not None:

@@ -79,8 +79,9 @@ def capture_and_compare(kind, tp, tmp_path):
     engine = start(folder, kind, tmp_path, tp=tp)
     try:
         for samples, session, reader in captured(engine, kind, tmp_path):
-            assert session.self_checks()["own_token"]["checked"] == len(samples)
-            assert {proof["rank"] for proof in session.proofs} == set(range(tp)) == set(session.written_by)
+            assert session.self_checks()["own_token"]["checked"] == len(samples) == len(reader.records)
+            assert {record.index % tp for record in reader.records} == set(range(tp))
+            assert {proof["rank"] for proof in session.proofs} == set(range(tp))
             for proof in session.proofs:
                 assert all(share == 1.0 for name, share in proof["bit_equal"].items() if name != "last state")
             compare(folder, kind, samples, reader)

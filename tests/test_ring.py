@@ -10,15 +10,20 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
-from common import tap_writer
+from common import tap, tap_writer
+from common.errors import UserError
 from common.ring import ALIGNMENT, Ring
 from common.state_dtypes import stored_dtypes
 from common.tap_link import ENVIRONMENT, Line, Links, shut
+from common.tap_rows import Piece
+from common.writer_pool import WriterPool
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -61,6 +66,25 @@ def test_closing_wakes_whoever_waits():
 def test_a_region_larger_than_the_ring_is_an_error_not_a_wait():
     with pytest.raises(ValueError, match="does not fit"):
         Ring(ALIGNMENT, pin=False).allocate(2 * ALIGNMENT)
+
+
+def test_samples_that_cannot_fit_beside_those_of_the_same_pass_are_an_error_not_a_wait():
+    """Whole samples of a forward pass go back only after it, and a long one that begins in it wants the rest."""
+    pool = WriterPool(0, 0, print)
+    session = tap.Tap.__new__(tap.Tap)
+    session.settings, session.dtypes, session.on_gpu = {"hidden_size": 8}, stored_dtypes("float32", 1), False
+    session.writers, session.ring, session.partial, session.runs = pool, Ring(4 * ALIGNMENT, pin=False), {}, []
+    session.batch = [Piece(0, 0, 64, 0, 64), Piece(1, 64, 16, 0, 160)]  # regions of two pages and of four
+    said = queue.Queue()
+
+    def take():
+        try:
+            session.take_regions(SimpleNamespace(input_ids=torch.zeros(80, dtype=torch.int64)))
+        except UserError as error:
+            said.put(str(error))
+
+    threading.Thread(target=take, daemon=True).start()
+    assert "is too small" in said.get(timeout=10)
 
 
 # ---- writers and lines -----------------------------------------------------------------------------------------------
