@@ -187,13 +187,18 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
                 capture(args, target, run_directory, share, engine, figures, progress, interrupted)
             )
         progress.stage("waiting for the other replicas" if world_size > 1 else "finishing")
-        shares = ranks.gathered(figures.share() | {"checks": checks})
+        shares = ranks.gathered(figures.share() | {"checks": checks, "stopped": interrupted.seen})
+        if placement.engine_nodes > 1:
+            from common.engine import expect_the_end
+
+            expect_the_end()
+            ranks.gathered(None)  # only now may a node stop its part of the engine
         every_check = [share["checks"] for share in shares if share["checks"]]
         progress.update(figures.done())
         if leader and every_check:
             earlier = run_directory.info.get("run", {}).get("self_checks", [])
             run_directory.note(self_checks=earlier + every_check)
-        if interrupted.seen:
+        if any(share["stopped"] for share in shares):
             progress.close(resume_line(run_directory, len(samples), "stopped"))
             return EXIT_INTERRUPTED
         if leader:

@@ -220,6 +220,46 @@ def test_two_replicas_share_the_rows(small_target, rows, tmp_path):
 
 
 def test_a_killed_rank_leaves_a_directory_that_resumes(small_target, rows, tmp_path):
+def test_one_replica_that_is_interrupted_stops_all_without_a_false_word(small_target, rows, tmp_path):
+    """The signal reaches one process of two. Two engines at once."""
+    out = tmp_path / "out"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    arguments = (*target_flags(small_target), "--data", rows, "--output", out, "--ring-gb", 0.2, "--chunk-tokens", 64)
+    run = Run(tmp_path / "log", *arguments, launcher=launcher)
+    run.wait_until(lambda: len(committed(out)) >= 20)
+    workers = [process for process in run.family() if "extract.py" in " ".join(process.cmdline())]
+    next(worker for worker in workers if worker.environ().get("RANK") == "1").send_signal(signal.SIGINT)
+    assert run.finish() != 0
+    done = len(committed(out))
+    assert done < ROWS - 1 and f"stopped: {done} of {ROWS - 1} samples are safe" in run.text(), run.text()
+    assert "files were removed" not in run.text()
+
+
+def test_one_engine_over_two_nodes(small_target, rows, tmp_path):
+    """Two launches of torchrun stand for two nodes, each with one of two tensor-parallel ranks; the same states as of
+    an engine on one. Two engines."""
+    arguments = [*target_flags(small_target), "--data", rows, "--limit", 40, "--ring-gb", 0.2, "--tp", 2]
+    port = free_port(19)
+    nodes = []
+    for node in (0, 1):
+        launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+                    "--nproc-per-node", "1", "--master-addr", "localhost", "--master-port", str(port))  # fmt: skip
+        nodes.append(Run(tmp_path / f"log-{node}", *arguments, "--output", tmp_path / "two", launcher=launcher))
+    for run in nodes:
+        assert run.finish() == 0, nodes[0].text() + run.text()
+    logs = sorted(path.name for path in (tmp_path / "two" / "logs").iterdir())
+    assert logs == ["engine-0-0.log", "engine-0-1.log"]
+    run = Run(tmp_path / "log", *arguments, "--output", tmp_path / "one")
+    assert run.finish() == 0, run.text()
+    assert set(committed(tmp_path / "two")) == set(range(40)) - {7}
+    assert facts(committed(tmp_path / "two")) == facts(committed(tmp_path / "one"))
+    one, two = ShardReader(tmp_path / "one"), ShardReader(tmp_path / "two")
+    assert {proof["rank"] for proof in two.info["run"]["self_checks"][0]["first_batch"]} == {0, 1}
+    for record, other in zip(one.records, two.records, strict=True):
+        for want, state in zip(one.load(record).states, two.load(other, verify=True).states, strict=True):
+            assert (want.float() - state.float()).norm() <= 1e-2 * want.float().norm()
+
+
     """Tensor parallelism over two ranks; one is killed; another degree of parallelism finishes. Two engines."""
     out = tmp_path / "out"
     arguments = [*target_flags(small_target), "--data", rows, "--limit", 200, "--output", out]
