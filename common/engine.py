@@ -281,8 +281,14 @@ def cause_in(log: Path, offset: int) -> str | None:
 
 
 def report_dead_child(signum=None, frame=None):
-    """SIGQUIT while the engine starts: SGLang's children send it when they fail."""
-    raise EngineDied("a process of the engine failed while it started")
+    """SIGQUIT from SGLang's children that fail: while the engine starts and, on further nodes, at any time."""
+    raise EngineDied("a process of the engine failed")
+
+
+def expect_the_end() -> None:
+    """From here on a process of the engine may fail, because another node has stopped its own."""
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    ChildSignals.on_dead_child = lambda: None
 
 
 class ChildSignals:

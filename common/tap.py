@@ -36,6 +36,7 @@ line = None  # the Line to the committing process
 writers = None  # the WriterPool of this process
 tap = None  # the Tap of the session that is going on
 running = None  # the ForwardBatch of the forward pass that is going on
+loaded = threading.Event()  # all of the scheduler, here; on another node that may take longer
 between_forwards = threading.Lock()  # held by a forward pass, and by whoever changes what the model captures
 
 
@@ -46,7 +47,7 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
     """The scheduler process: SGLang's own, deaf to Ctrl-C and SIGTERM, and with the tap in it."""
     if server_args.device == "cpu":
         torch._dynamo.config.disable = True  # or routing to experts first waits half a minute for a C++ compiler
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     die_with_parent()
@@ -67,6 +68,13 @@ def run_scheduler(server_args, port_args, gpu_id, tp_rank, *further, **named):
             running = forward_batch  # layers do not all get it as an argument that a hook sees
             return run_forward(runner, forward_batch, *args, **kwargs)
 
+    run_event_loop = Scheduler.run_event_loop
+
+    def run_loaded(scheduler):
+        loaded.set()
+        run_event_loop(scheduler)
+
+    Scheduler.run_event_loop = run_loaded
     ModelRunner.init_aux_hidden_state_capture = remember_model
     ModelRunner.forward = forward
     global line, writers
@@ -104,6 +112,7 @@ def message(kind: str, content: dict):
             ending.proof.stop()
         ending.end()
     if kind == "begin":
+        loaded.wait()
         try:
             with between_forwards:
                 tap = Tap(model, content, line, writers)
@@ -176,11 +185,11 @@ class Tap:
         if self.on_gpu:
             torch.cuda.set_device(self.device)  # of this thread
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self.proof = FirstBatchProof(model, settings["points"], self.names, self.ranks, sum_over_ranks)
         self.ring = Ring(settings["ring_bytes"], pin=self.on_gpu)
         self.partial: dict[int, Region] = {}  # samples of which some rows are in the ring
         self.in_flight: list[tuple] = []  # (event, copies): device tensors must outlive the copies that read them
         self.batch: list[Piece] | None = None  # pieces of the forward pass that is running
-        self.proof = FirstBatchProof(model, settings["points"], self.names, self.ranks, sum_over_ranks)
         self.writers.begin(settings, self.ring, self.stop, self.device)
 
     # -- hooks, on the scheduler's thread --

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from common.placement import free_port
 from common.shards import ShardReader, read_log
 
 pytestmark = pytest.mark.engine
@@ -219,7 +220,6 @@ def test_two_replicas_share_the_rows(small_target, rows, tmp_path):
     assert "64/63" not in run.text() and "63/63" in run.text()
 
 
-def test_a_killed_rank_leaves_a_directory_that_resumes(small_target, rows, tmp_path):
 def test_one_replica_that_is_interrupted_stops_all_without_a_false_word(small_target, rows, tmp_path):
     """The signal reaches one process of two. Two engines at once."""
     out = tmp_path / "out"
@@ -260,6 +260,7 @@ def test_one_engine_over_two_nodes(small_target, rows, tmp_path):
             assert (want.float() - state.float()).norm() <= 1e-2 * want.float().norm()
 
 
+def test_a_killed_rank_leaves_a_directory_that_resumes(small_target, rows, tmp_path):
     """Tensor parallelism over two ranks; one is killed; another degree of parallelism finishes. Two engines."""
     out = tmp_path / "out"
     arguments = [*target_flags(small_target), "--data", rows, "--limit", 200, "--output", out]
