@@ -18,6 +18,7 @@ import json
 import os
 import socket
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -305,7 +306,7 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
     """
     from common.engine import ChildSignals, EngineDied
 
-    folder = out / "answers"
+    folder, remarks = out / "answers", Counter()
     if engine is not None and placement.engine_node == 0 and mine:
         folder.mkdir(exist_ok=True)
         progress.begin(len(rows), "conversations", len(done))
@@ -329,11 +330,11 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
                     should_stop=lambda: interrupted.seen,
                 )  # fmt: skip
 
-        for text, count in engine.loop.run_until_complete(go()).items():
-            progress.note(f"{count:,} {text}")
+        remarks = engine.loop.run_until_complete(go())
         progress.begin(len(rows), "samples")
     progress.stage("waiting for the other replicas" if placement.replicas > 1 else "collecting answers")
-    ranks.gathered(None)  # all replicas have answered
+    for text, count in sum(ranks.gathered(remarks), Counter()).items():  # when all replicas have answered
+        progress.note(f"{count:,} {text}")
     chats = out / "chats.jsonl"
 
     def collect() -> int:

@@ -79,6 +79,7 @@ class Figures:
     def begin(self, session) -> None:
         """The first prompt of this session goes to the engine now."""
         self.session, self.began = session, time.time()
+        self.recent = deque(maxlen=WINDOW)  # what was seen while the engine loaded is no speed
 
     def follow(self):
         """Show what the other replicas do also while this one commits nothing."""
@@ -101,12 +102,13 @@ class Figures:
             self.progress.update(self.done_before + self.samples + self.others)
 
     def look(self) -> None:
-        self.recent.append((time.monotonic(), self.tokens, self.bytes))
-        seconds, tokens, written = (x - y for x, y in zip(self.recent[-1], self.recent[0], strict=True))
+        recent = self.recent
+        recent.append((time.monotonic(), self.tokens, self.bytes))
+        seconds, tokens, written = (x - y for x, y in zip(recent[-1], recent[0], strict=True))
         beats = self.beats_of_others()
         busy = [beat for beat in beats if not beat["stage"] and beat["time"] > time.time() - STALE_SECONDS]
         speeds = {}
-        if seconds:  # from the second look on
+        if seconds and (self.began or busy):  # from the second look on
             rate = tokens / seconds + sum(number(beat, "tokens_per_second") for beat in busy)
             gb_per_second = written / seconds / 1e9 + sum(number(beat, "written") for beat in busy)
             speeds = {"tokens_per_second": rate, "written": f"{gb_per_second:.3f} GB/s"}
@@ -197,18 +199,28 @@ def summary(run_directory: RunDirectory, out: Path, shares: list[dict]) -> str:
     ]
     for reasons in (report["skips_by_reason"], report["set_aside_by_reason"]):
         lines += [f"{count:,} rows left out: {reason}" for reason, count in reasons.items()]
-    for check in run_directory.info.get("run", {}).get("self_checks") or []:
-        proofs, own = check["first_batch"], check["own_token"]
-        equal = min(share for proof in proofs for name, share in proof["bit_equal"].items() if name != "last state")
-        norm_error = max(proof["relative_error"]["last state"] for proof in proofs)
-        lines.append(
-            f"proven: capture points of the first batch {equal:.0%} bit-equal to SGLang's own capture, norm of the "
-            f"last state within {norm_error:.1g}; own token right for {own['checked']:,} samples "
-            f"({own.get('ties', 0)} by a logit equal to the best, {own['near_ties']} within rounding of it)"
-        )
+    if checks := run_directory.info.get("run", {}).get("self_checks"):
+        lines.append(proven(checks))
     few = f" {FEW_OPTIONS}" if report["committed"] < FEW_SAMPLES else ""
     lines.append(f"next: python train_drafter.py --data {shlex.quote(str(out))} --output drafter/{few}")
     return "\n".join(lines)
+
+
+def proven(checks: list[dict]) -> str:
+    """What the self-checks of all replicas, and of the runs before this one, have shown."""
+    proofs = [proof for check in checks for proof in check["first_batch"]]
+    if not proofs:
+        return "not proven: no forward pass was free of NaN and Inf, so nothing was captured"
+    equal = min(share for proof in proofs for name, share in proof["bit_equal"].items() if name != "last state")
+    norm_error = max(proof["relative_error"]["last state"] for proof in proofs)
+    own = [check["own_token"] for check in checks]
+    right, ties, near = (sum(one.get(name, 0) for one in own) for name in ("checked", "ties", "near_ties"))
+    each = f" (each of {len(checks)})" if len(checks) > 1 else ""
+    return (
+        f"proven: capture points of the first batch{each} {equal:.0%} bit-equal to SGLang's own capture, norm of the "
+        f"last state within {norm_error:.1g}; own token right for {right:,} samples "
+        f"({ties} by a logit equal to the best, {near} within rounding of it)"
+    )
 
 
 def resume_line(run_directory: RunDirectory, total: int, word: str) -> str:

@@ -343,6 +343,18 @@ def test_the_target_answers_first(small_target, tmp_path):
     assert chats[0]["messages"][1]["content"] == expected
 
 
+def test_what_two_replicas_answer_is_told_together(small_target, tmp_path):
+    """Every answer is cut off at two tokens. Two engines at once."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"turns": [f"{number}: Why?"]}) + "\n" for number in range(24)))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run = Run(tmp_path / "log", *target_flags(small_target), "--data", prompts, "--output", out, "--regenerate",
+              "--ring-gb", 0.2, "--max-new-tokens", 2, launcher=launcher)  # fmt: skip
+    assert run.finish() == 0, run.text()
+    assert "24 answers cut off at --max-new-tokens or the context" in run.text()
+    assert set(committed(out)) == set(range(24))
+
+
 def test_a_writer_that_dies_while_the_model_loads_ends_the_run_at_once(small_target, rows, tmp_path):
     run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--output", tmp_path / "out")
 

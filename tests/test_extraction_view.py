@@ -51,13 +51,36 @@ def test_the_summary_tells_the_speed_of_all_replicas_without_the_time_to_load(re
     assert "this run: 6,000 tokens, 750 tokens/s" in alone
 
 
+def test_the_self_checks_of_all_replicas_are_one_line(replicas, tmp_path):
+    own = {"checked": 1000, "ties": 2, "near_ties": 1, "mismatches": 0}
+    proofs = [
+        {"bit_equal": {"point 3": share, "last state": 0.5}, "relative_error": {"last state": 1e-6}}
+        for share in (1.0, 0.98)
+    ]
+    checks = [{"first_batch": [proof], "own_token": own} for proof in proofs]
+    replicas[0].note(self_checks=checks)
+    (line,) = [line for line in summary(replicas[0], tmp_path / "s", []).splitlines() if line.startswith("proven")]
+    assert "first batch (each of 2) 98% bit-equal" in line
+    assert "own token right for 2,000 samples (4 by a logit equal to the best, 2 within" in line
+
+
+def test_a_run_in_which_nothing_was_finite_ends_with_its_summary(replicas, tmp_path):
+    own = {"checked": 0, "ties": 0, "near_ties": 0, "mismatches": 0}
+    replicas[0].note(self_checks=[{"first_batch": [], "own_token": own}])
+    assert "not proven: " in summary(replicas[0], tmp_path / "s", [])
+
+
 def test_the_clock_starts_with_the_first_prompt(tmp_path):
     with Progress("extract", total=4, stream=io.StringIO()) as progress:
         figures = Figures(progress, tmp_path, done_before=0, replicas=1)
         time.sleep(0.5)  # the engine loads
+        figures.look()
+        figures.look()
+        assert "tokens_per_second" not in progress.figures
         figures.begin(SimpleNamespace(stalled_seconds=lambda: 0.0))
         figures.committed(SimpleNamespace(tokens=100, bytes=10))
         share = figures.share()
+        assert len(figures.recent) == 1
     assert share["tokens"] == 100 and 0 <= share["ended"] - share["began"] < 0.4
 
 
