@@ -361,10 +361,12 @@ class Tap:
             "check_seconds": self.check_seconds,
         }
 
-    def stop(self):
-        """Capture no more: this session has failed."""
-        self.failed = True
+    def stop(self, error: Exception | None):
+        """Keep no more: this session has failed. The first error is told, unless a writer has told its own (None)."""
+        first, self.failed = not self.failed, True
         self.ring.close()
+        if first and error is not None:
+            self.send("failed", **failure(error))
 
     def end(self):
         """Have all written that is complete; called when no hook runs any more."""
@@ -385,9 +387,7 @@ class Tap:
         try:
             yield
         except Exception as error:
-            if not self.failed:
-                self.stop()
-                self.send("failed", **failure(error))
+            self.stop(error)
             if together and self.ranks > 1 and not isinstance(error, ProofFailed):
                 raise
 

@@ -36,15 +36,17 @@ class WriterPool:
         self.lock = threading.Lock()  # of self.users
         self.users: Counter[int] = Counter()  # start of a region -> samples in it that are not yet written
         self.ring: Ring | None = None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[Exception | None], None] = lambda error: None
         for writer in range(number):
             process, ours = start("common.tap_writer", rank, writer)
             self.pipes.append(ours)
             threading.Thread(target=self._receive, args=(ours, process), daemon=True, name=f"writer-{writer}").start()
         threading.Thread(target=self._carry, daemon=True, name="courier").start()
 
-    def begin(self, settings: dict, ring: Ring, on_failure: Callable[[], None], device: torch.device) -> None:
-        """on_failure() is called, from a thread, when a writer can write no more. device: of the states."""
+    def begin(self, settings: dict, ring: Ring, on_failure: Callable[[Exception | None], None],
+              device: torch.device) -> None:  # fmt: skip
+        """on_failure(error) is called, from a thread, when nothing can be written any more; error is None where the
+        writer says so itself. device: of the states."""
         self.passes.put(device)
         self.ring, self.ranks, self.on_failure = ring, settings["ranks"], on_failure
         self.users.clear()
@@ -69,7 +71,7 @@ class WriterPool:
         self.passes.put(session)
         for _ in self.pipes:
             self.ended.acquire()
-        self.ring, self.on_failure = None, lambda: None  # they hold the memory of the session
+        self.ring, self.on_failure = None, lambda error: None  # they hold the memory of the session
 
     def _carry(self):
         while True:
@@ -81,23 +83,28 @@ class WriterPool:
                 if passed.type == "cuda":
                     torch.cuda.set_device(passed)  # of this thread, or it would begin to use GPU 0 of all ranks
                 continue
-            event, figures, samples, own, last, rows = passed
-            if event is not None:
-                event.synchronize()
-            own, last = own.numpy(), last.view(torch.uint8).numpy()
-            shares = defaultdict(list)
-            for sample, row in zip(samples, rows, strict=True):
-                shares[writer_of(sample[0], self.ranks, len(self.pipes))[1]].append((sample, row))
-            for writer, share in shares.items():
-                theirs = [row for _, row in share]
-                content = {
-                    "regions": sorted({(start, size) for (_, start, size, _, _), _ in share}),
-                    "samples": [(index, start, first, tokens) for (index, start, _, first, tokens), _ in share],
-                    "own": own[theirs].tobytes(),
-                    "last": last[theirs].tobytes(),
-                    "figures": figures,
-                }
-                self._send(self.pipes[writer], "pass", content)
+            try:
+                self._carry_pass(*passed)
+            except Exception as error:  # of the device, say; in silence the run would wait for ever
+                self.on_failure(error)
+
+    def _carry_pass(self, event, figures, samples, own, last, rows):
+        if event is not None:
+            event.synchronize()
+        own, last = own.numpy(), last.view(torch.uint8).numpy()
+        shares = defaultdict(list)
+        for sample, row in zip(samples, rows, strict=True):
+            shares[writer_of(sample[0], self.ranks, len(self.pipes))[1]].append((sample, row))
+        for writer, share in shares.items():
+            theirs = [row for _, row in share]
+            content = {
+                "regions": sorted({(start, size) for (_, start, size, _, _), _ in share}),
+                "samples": [(index, start, first, tokens) for (index, start, _, first, tokens), _ in share],
+                "own": own[theirs].tobytes(),
+                "last": last[theirs].tobytes(),
+                "figures": figures,
+            }
+            self._send(self.pipes[writer], "pass", content)
 
     def _receive(self, pipe: Connection, process: subprocess.Popen):
         try:
@@ -106,12 +113,12 @@ class WriterPool:
                 if kind == "release":
                     self._release(*content)
                 elif kind == "failed":
-                    self.on_failure()
+                    self.on_failure(None)
                 elif kind == "ended":
                     self.ended.release()
         except (EOFError, OSError):
             self.ended.release()  # nobody is to wait for it
-            self.on_failure()
+            self.on_failure(None)
             self.on_death(process.wait())
 
     def _release(self, start: int, count: int):
@@ -129,4 +136,4 @@ class WriterPool:
         try:
             pipe.send((kind, content))
         except OSError:
-            self.on_failure()
+            self.on_failure(None)

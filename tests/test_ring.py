@@ -136,6 +136,18 @@ def test_what_is_written_is_told_although_the_last_samples_are_set_aside(tmp_pat
     session.close()
 
 
+def test_a_courier_that_meets_an_error_says_so():
+    class Broken:
+        def synchronize(self):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    pool, said = WriterPool(0, 0, print), queue.Queue()
+    pool.begin(SETTINGS | {"ranks": 1}, Ring(ALIGNMENT, pin=False), said.put, torch.device("cpu"))
+    for _ in range(2):  # and goes on, so that the session can end
+        pool.put(Broken(), {}, [], torch.zeros(0), torch.zeros(0), [])
+        assert "illegal memory access" in str(said.get(timeout=10))
+
+
 def test_strangers_and_processes_that_stand_still_hold_nobody_up(monkeypatch):
     """A connection that breaks off, one that never says a word, and one whose reader stands still."""
     others = set(threading.enumerate())
