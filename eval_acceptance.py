@@ -338,7 +338,7 @@ def show(arguments: Arguments, content: dict) -> None:
     if content.get("engine"):
         report.print_table("In SGLang's engine", *report.engine_rows(content["engine"]))
         report.print_table("In SGLang's engine, by category", *report.engine_category_rows(content["engine"]))
-        for line in report.engine_skips(content["engine"]):
+        for line in report.engine_remarks(content["engine"]):
             print("warning: " + line)
     if content.get("parity"):
         for line in content["parity"]["lines"]:

@@ -155,6 +155,33 @@ async def converse(engine, tokenizer, rows: list, batch_size: int, sampling: dic
     return sorted(replies, key=lambda reply: (reply.row, reply.turn))
 
 
+def watched(engine, work):
+    """The result of a coroutine in the engine's event loop; raises EngineDied when a process of the engine ends
+    meanwhile: nobody else would answer, and the wait would never end."""
+    from common.engine import ChildSignals, EngineDied
+
+    async def race():
+        died, loop = asyncio.Event(), asyncio.get_running_loop()
+        ChildSignals.on_dead_child = died.set
+        engine.links.on_message = lambda rank, kind, content: (
+            loop.call_soon_threadsafe(died.set) if kind == "lost" else None
+        )
+        if engine.links.lost:  # before
+            died.set()
+        task, death = asyncio.create_task(work), asyncio.create_task(died.wait())
+        await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+        for each in (task, death):
+            each.cancel()
+        if task.done() and not task.cancelled():
+            return task.result()
+        raise EngineDied("a process of the engine died; its log says why")
+
+    try:
+        return engine.loop.run_until_complete(race())
+    finally:
+        engine.links.on_message = lambda rank, kind, content: None
+
+
 def warm_up(engine, batch_size: int, sampling: dict) -> None:
     """A few tokens for `batch_size` requests at once: kernels compiled, memory allocated, hooks run."""
     short = {**sampling, "max_new_tokens": 8, "ignore_eos": True}
@@ -164,14 +191,14 @@ def warm_up(engine, batch_size: int, sampling: dict) -> None:
         requests = [engine.async_generate(input_ids=prompt, sampling_params=short) for _ in range(batch_size)]
         await asyncio.gather(*requests)
 
-    engine.loop.run_until_complete(ask())
+    watched(engine, ask())
 
 
 def run_once(engine, tokenizer, rows: list, batch_size: int, sampling: dict, tick=lambda tokens: None) -> dict:
     """{"replies", "seconds", "tokens", "tokens_per_second", "skipped": {reason: count}} of one pass over all rows."""
     skipped: Counter = Counter()
     started = time.monotonic()
-    replies = engine.loop.run_until_complete(converse(engine, tokenizer, rows, batch_size, sampling, tick, skipped))
+    replies = watched(engine, converse(engine, tokenizer, rows, batch_size, sampling, tick, skipped))
     seconds = time.monotonic() - started
     if not replies:
         raise UserError(f"the engine answered none of {len(rows)} conversations: {dict(skipped)}")
@@ -188,9 +215,10 @@ def logit_gaps(engine, differences: list[dict]) -> None:
     contexts = [difference.pop("context") for difference in differences]
     sampling = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     for difference, context in list(zip(differences, contexts, strict=True))[:MOST_GAPS]:
-        answer = engine.generate(
+        asked = engine.async_generate(
             input_ids=context, sampling_params=sampling, return_logprob=True, top_logprobs_num=2
         )
+        answer = watched(engine, asked)
         first, second = answer["meta_info"]["output_top_logprobs"][0][:2]
         difference["gap"] = float(first[0] - second[0])
         difference["best_two"] = [int(first[1]), int(second[1])]

@@ -75,14 +75,16 @@ def summarise(replies: list[Reply], setting: Setting, bootstrap: int = 1000, see
 
 
 def by_category(replies: list[Reply], setting: Setting) -> dict[str, dict]:
-    """`summarise` of each category that has a verify step, without intervals."""
+    """`summarise` of each category, without intervals; a tau of None where no reply has a verify step."""
     groups: dict[str, list[Reply]] = {}
     for reply in replies:
         groups.setdefault(reply.category or "(none)", []).append(reply)
+    nothing = {"tau": None, "step0_accuracy": None, "cycles": 0}
     return {
         name: summarise(group, setting, bootstrap=0)
-        for name, group in sorted(groups.items())
         if any(reply.meta.get("spec_verify_ct") for reply in group)
+        else {**nothing, "replies": len(group), "without_verify": len(group)}
+        for name, group in sorted(groups.items())
     }
 
 

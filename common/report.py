@@ -228,14 +228,20 @@ def engine_category_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
     for category in categories:
         taus = [run["by_category"].get(category, {}).get("tau") for run in first]
         rows.append([category, *("-" if tau is None else f"{tau:.2f}" for tau in taus)])
-    return ["tau", *names], rows
+    return [f"tau, {runs[0]['batch_size']} at once", *names], rows
 
 
-def engine_skips(runs: list[dict]) -> list[str]:
-    """A line for each run and reason that some conversations are not, or not whole, in its figures."""
+def engine_remarks(runs: list[dict]) -> list[str]:
+    """A line for each run and reason that some replies or conversations are not, or not whole, in its figures."""
     lines = []
     for run in runs:
         name = f"{run['name']} {run['num_steps']}/{run['topk']}/{run['draft_tokens']}, {run['batch_size']} at once"
+        spec = run["speculative"]
+        if spec["without_verify"]:
+            lines.append(
+                f"{name}: {spec['without_verify']} of {spec['replies']} replies ended with their first token and say "
+                f"nothing of the drafter."
+            )
         for which, result in (("with the drafter", run["speculative"]), ("plain", run["plain"])):
             skipped = result.get("skipped", {}) if result else {}
             lines += [f"{name}, {which}: {count} {reason}." for reason, count in skipped.items()]
@@ -291,7 +297,7 @@ def markdown(report: dict, picture: str | None) -> str:
     if report.get("engine"):
         parts.append("### In SGLang\n\n" + markdown_table(*engine_rows(report["engine"])))
         parts.append(markdown_table(*engine_category_rows(report["engine"])))
-        parts += engine_skips(report["engine"])
+        parts += engine_remarks(report["engine"])
     if report.get("unfinished"):
         parts.append("Unfinished: {part} failed: {error}".format(**report["unfinished"]))
     if picture:

@@ -73,8 +73,10 @@ def test_more_accepted_than_drafted_is_an_error():
 def test_categories():
     replies = [reply(0, recorded(7, 4, [1, 1, 0, 2], 12), category="math"),
                reply(1, recorded(2, 2, [1, 0, 1], 5), category="chat")]  # fmt: skip
+    replies.append(reply(2, {"completion_tokens": 1}, category="short"))
     groups = by_category(replies, CHAIN)
-    assert {name: group["tau"] for name, group in groups.items()} == {"math": 1 + 7 / 4, "chat": 2.0}
+    assert {name: group["tau"] for name, group in groups.items()} == {"math": 1 + 7 / 4, "chat": 2.0, "short": None}
+    assert groups["short"]["without_verify"] == 1
 
 
 def test_outputs_compared_where_prompts_are_equal():
@@ -95,7 +97,9 @@ def test_gap_of_the_first_difference():
     asked = []
 
     class Engine:  # answers in the shape of SGLang's output_top_logprobs: [(log p, token, text), ...] a position
-        def generate(self, input_ids, sampling_params, return_logprob, top_logprobs_num):
+        loop, links = asyncio.new_event_loop(), SimpleNamespace(lost=False)
+
+        async def async_generate(self, input_ids, sampling_params, return_logprob, top_logprobs_num):
             asked.append(input_ids)
             return {"meta_info": {"output_top_logprobs": [[(-0.7, 6, None), (-0.75, 8, None)]]}}
 
@@ -176,7 +180,7 @@ class EchoEngine:
 
     def __init__(self, tokenizer):
         self.loop, self.tokenizer, self.in_flight, self.most = asyncio.new_event_loop(), tokenizer, 0, 0
-        self.prompts = []
+        self.prompts, self.links = [], SimpleNamespace(lost=False)
 
     async def async_generate(self, input_ids, sampling_params):
         self.in_flight += 1
@@ -211,7 +215,7 @@ def test_table_of_runs():
            "speculative": {**figures, "tokens_per_second": 150.0}, "plain": {"tokens_per_second": 100.0},
            "identical_share": 0.5, "differences": [{"gap": 0.06}]}  # fmt: skip
     run["by_category"] = {"math": {"tau": 2.75}, "chat": {"tau": 2.0}}
-    assert report.engine_category_rows([run]) == (["tau", "d 3/1/4"], [["chat", "2.00"], ["math", "2.75"]])
+    assert report.engine_category_rows([run]) == (["tau, 8 at once", "d 3/1/4"], [["chat", "2.00"], ["math", "2.75"]])
     text = report.markdown({"engine": [run], "versions": {"torch": "2"}}, None)
     assert "| d | 3/1/4 | 8 | 2.50 (2.00-2.75)" in text and "| math | 2.75 |" in text
     _, (row,) = report.engine_rows([run])
@@ -219,6 +223,10 @@ def test_table_of_runs():
                    "50.0% (parted at gaps up to 0.06)"]  # fmt: skip
     _, (row,) = report.engine_rows([run | {"differences": [{"gap": 0.06}, {}]}])
     assert row[-1] == "50.0% (first 1 parted at gaps up to 0.06)"
+    run["speculative"]["without_verify"] = 3
+    assert report.engine_remarks([run]) == [
+        "d 3/1/4, 8 at once: 3 of 2 replies ended with their first token and say nothing of the drafter."
+    ]
     run["speculative"]["skipped"] = {"conversations left: too long": 2}
     assert "d 3/1/4, 8 at once, with the drafter: 2 conversations left: too long." in report.markdown(
         {"engine": [run], "versions": {}}, None)  # fmt: skip
