@@ -21,7 +21,7 @@ from common.shard_writing import cannot_write
 LOOK_SECONDS, WINDOW = 0.25, 40  # how often the figures are made anew, and over how many looks speeds are taken
 STALE_SECONDS = 20.0  # a replica whose heartbeat is older does nothing any more
 FEW_SAMPLES = 500  # with fewer, the trainer's defaults may hold nothing out and take a handful of steps
-FEW_OPTIONS = "--eval-fraction 0.2 --tokens-per-step 2048 --max-steps 200 --learning-rate 1e-3"  # instead
+FEW_OPTIONS = "--eval-fraction 0.2 --tokens-per-step 2048 --max-steps 200 --eval-every 25 --learning-rate 1e-3"
 
 
 def interrupted(number, frame):
@@ -201,8 +201,10 @@ def summary(run_directory: RunDirectory, out: Path, shares: list[dict]) -> str:
         lines += [f"{count:,} rows left out: {reason}" for reason, count in reasons.items()]
     if checks := run_directory.info.get("run", {}).get("self_checks"):
         lines.append(proven(checks))
-    few = f" {FEW_OPTIONS}" if report["committed"] < FEW_SAMPLES else ""
-    lines.append(f"next: python train_drafter.py --data {shlex.quote(str(out))} --output drafter/{few}")
+    config = [each for each in sys.argv[1:2] if each.endswith((".yaml", ".yml"))]  # it says how to train, too
+    few = FEW_OPTIONS.split() if report["committed"] < FEW_SAMPLES and not config else []
+    train = [*config, "--data", str(out), "--output", str(out.parent / "drafter"), *few]
+    lines.append(f"next: python train_drafter.py {shlex.join(train)}")
     return "\n".join(lines)
 
 
