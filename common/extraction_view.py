@@ -219,8 +219,8 @@ def proven(checks: list[dict]) -> str:
     right, ties, near = (sum(one.get(name, 0) for one in own) for name in ("checked", "ties", "near_ties"))
     each = f" (each of {len(checks)})" if len(checks) > 1 else ""
     return (
-        f"proven: capture points of the first batch{each} {equal:.0%} bit-equal to SGLang's own capture, norm of the "
-        f"last state within {norm_error:.1g}; own token right for {right:,} samples "
+        f"proven: capture points of the first batch{each} {equal:.0%} bit-equal to SGLang's own capture, the last "
+        f"state, normed, within {norm_error:.1%} of what its head reads; own token right for {right:,} samples "
         f"({ties} by a logit equal to the best, {near} within rounding of it)"
     )
 

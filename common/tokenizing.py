@@ -85,6 +85,8 @@ def load_tokenizer(model: str, trust_remote_code: bool = False, revision: str | 
         if not trust_remote_code and "custom code" in str(error):
             reason = OWN_CODE
         raise UserError(f"{model}: its tokenizer cannot be loaded: {reason}") from error
+    # Rows that are too long are counted or refused by name; transformers would speak of indexing errors.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text()

@@ -48,6 +48,11 @@ def test_a_row_becomes_arrays_with_its_origin(smollm2):
     assert np.flatnonzero(sample.loss_mask).tolist() == [31, 32, 33]
 
 
+def test_a_long_row_is_told_by_this_project_alone(capfd):
+    load_tokenizer(str(embedded_model.ensure()))("word " * 9000)
+    assert "indexing errors" not in capfd.readouterr().err
+
+
 def test_everything_left_out_is_counted_by_reason(smollm2):
     result = tokenize_rows(
         rows_of(
