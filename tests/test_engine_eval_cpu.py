@@ -7,7 +7,9 @@ capture and head agree end to end.
 """
 
 import json
+import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -19,7 +21,7 @@ from common import doctor_run, embedded_model
 from common.capture_points import CapturePoints
 from common.conversations import load_rows
 from common.drafter import Drafter, DrafterConfig
-from common.engine_eval import Session
+from common.engine_eval import ServingSettings, Session, run_once
 from common.offline_eval import Setting, evaluate, evaluation_target
 from common.parity import pick_points
 from common.progress import Progress
@@ -160,3 +162,23 @@ def test_replies_captured_again_are_the_targets_own_tokens_offline(answered, dia
                                       "--reference", "transformers", "--output", str(answered["folder"] / "doctor")])
     assert eval_acceptance.main() == 0, capsys.readouterr().out
     assert "every tensor is what it claims to be" in capsys.readouterr().out
+
+
+def test_an_engine_that_dies_while_it_answers_ends_the_run(tmp_path):
+    from common.engine import EngineDied, start_engine, stop_engine
+
+    model = str(embedded_model.ensure())
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["Name three colours.", "Now name three more."]}))
+    engine = start_engine(ServingSettings(model, None, None, None, device="cpu"), tmp_path / "dies.log")
+
+    def die(tokens):
+        """After the first answer, as the kernel ends a process when memory is short: nothing is said."""
+        for pid in engine.get_all_child_pids():
+            os.kill(pid, signal.SIGKILL)
+
+    rows = load_rows(str(tmp_path / "prompts.jsonl"))
+    try:
+        with pytest.raises(EngineDied, match="a process of the engine died"):
+            run_once(engine, load_tokenizer(model), rows, 1, {"temperature": 0.0, "max_new_tokens": 8}, die)
+    finally:
+        stop_engine(engine)
