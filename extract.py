@@ -27,6 +27,7 @@ from common import ranks
 from common.answering import GivenUp, answer, answered
 from common.arguments import as_dict, parse
 from common.conversations import load_rows
+from common.engine import EngineDied
 from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.extraction import DTYPES, chunk_tokens, identity, own_share, place_process, read_rows, read_target, tokenize
 from common.extraction_view import AnswerFigures, Figures, Interrupts, resume_line, summary
@@ -209,16 +210,15 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
         progress.close(summary(run_directory, out, shares) if leader else None)
         return 0
     except (UserError, KeyboardInterrupt) as error:
+        if isinstance(error, EngineDied):
+            error = UserError(f"{error} (log: {engine_log(out, placement)})")
         if progress.total is None or run_directory is None:
-            raise
+            raise error from None
         progress.close()
         if isinstance(error, KeyboardInterrupt):
             terminal.write(resume_line(run_directory, progress.total, "stopped") + "\n")
             return EXIT_INTERRUPTED
-        from common.engine import EngineDied
-
-        cause = f"{error} (log: {engine_log(out, placement)})" if isinstance(error, EngineDied) else str(error)
-        raise UserError(f"{cause}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
+        raise UserError(f"{error}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
     finally:
         progress.close()
         if engine is not None:
@@ -304,7 +304,7 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
 
     done: indices of the rows that were answered before.
     """
-    from common.engine import ChildSignals, EngineDied
+    from common.engine import ChildSignals
 
     folder, remarks = out / "answers", Counter()
     if engine is not None and placement.engine_node == 0 and mine:

@@ -355,6 +355,21 @@ def test_what_two_replicas_answer_is_told_together(small_target, tmp_path):
     assert set(committed(out)) == set(range(24))
 
 
+def test_a_replica_that_dies_while_it_answers_names_its_log(small_target, tmp_path):
+    """Two engines at once."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"turns": [f"{n}: Why?"] * 40}) + "\n" for n in range(400)))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run = Run(tmp_path / "log", *target_flags(small_target), "--data", prompts, "--output", out, "--regenerate",
+              "--ring-gb", 0.2, "--max-new-tokens", 8, launcher=launcher)  # fmt: skip
+    run.wait_until(lambda: (out / "answers" / "answers-1.jsonl").exists())
+    family = run.family()
+    worker = next(one for one in family if "extract.py" in " ".join(one.cmdline()) and one.environ()["RANK"] == "1")
+    scheduler_of(worker.children(recursive=True)).kill()
+    assert run.finish(120) != 0 and gone(family)
+    assert f"a process of the engine died (log: {out / 'logs' / 'engine-1-0.log'})" in run.text(), run.text()
+
+
 def test_a_writer_that_dies_while_the_model_loads_ends_the_run_at_once(small_target, rows, tmp_path):
     run = Run(tmp_path / "log", *target_flags(small_target), "--data", rows, "--output", tmp_path / "out")
 
