@@ -357,7 +357,7 @@ def verify_directory(args) -> int:
     found = verify(args.verify, repair=args.repair, progress=tick)
     progress.close()
     print(json.dumps(found.as_dict(), indent=1) if args.json else "\n".join(found.lines()))
-    return 0 if found.clean else 1
+    return 0 if found.clean or found.repaired else 1
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from common.shards import (
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}  # fp8: see point_bytes, last_state_bytes
 FILE_OVERHEAD_BYTES = 8192  # zip directory or JSON header, pickle, and the last half-filled disk block
-REMEDY = "next: extract.py --verify DIR --repair drops what is damaged, and the extraction's own command does it again"
+REMEDY = "next: python extract.py --verify {} --repair drops what is damaged; the extraction's own command redoes it"
 IDLE_SECONDS = 60.0  # a gap between commits counts at most this much: the pause between two runs is not slow capture
 
 
@@ -56,6 +56,8 @@ class Verification:
     half_lines: list[str] = field(default_factory=list)
     uncommitted: list[str] = field(default_factory=list)  # whole files without a line: in flight, or of a dead run
     stale_temporaries: list[str] = field(default_factory=list)
+    directory: str = ""
+    repaired: bool = False  # what can be mended has been: the manifests tell of nothing that is not whole
     dropped: int = 0  # committed lines removed by repair: a resume redoes these rows
 
     @property
@@ -74,11 +76,14 @@ class Verification:
     def lines(self) -> list[str]:
         """For the person: each problem by name, then one summary line."""
         lines = [f"{kind}: {each}" for kind, problems in self.problems() for each in problems]
-        counts = ", ".join(f"{len(problems)} {kind}{'s' * (len(problems) != 1)}" for kind, problems in self.problems())
+        counts = ", ".join(f"{len(problems)} {kind}{'s' * (len(problems) != 1)}" for kind, problems in self.problems()
+                           if problems)  # fmt: skip
         verdict = "clean" if self.clean else counts
         dropped = f"; {self.dropped} dropped from the manifests, resume redoes them" if self.dropped else ""
         lines.append(f"{self.files:,} committed files, {self.bytes / 1e9:.3f} GB read: {verdict}{dropped}")
-        return [*lines, REMEDY] if (self.damaged or self.broken_lines) and not self.dropped else lines
+        if (self.damaged or self.broken_lines) and not self.repaired:
+            lines.append(REMEDY.format(self.directory))
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"clean": self.clean}
@@ -100,7 +105,7 @@ def verify(
     info = need_info(out)
     lock = lock_for_repair(out) if repair else None
     try:
-        found = Verification()
+        found = Verification(directory=str(out), repaired=repair)
         records: list[Record] = []
         to_mend: set[Path] = set()
         logs = {directory / MANIFEST: read_log(directory / MANIFEST) for directory in block_directories(out)}

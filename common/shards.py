@@ -54,7 +54,6 @@ COMMITTED, SET_ASIDE, SKIPPED_ROW = "committed", "set_aside", "skipped"
 TEMPORARY = ".tmp"  # every unfinished file ends with it: speculators' v1 reader takes whatever ends with "pt"
 BLOCK_NAME = re.compile(r"rows_(\d+)-(\d+)$")
 SAMPLE_NAME = re.compile(r"(?:data_(\d+)\.pt|hs_(\d+)\.safetensors)$")
-REDO = "extract.py --verify DIR --repair drops it, and the extraction's own command does it again"
 STATE_TENSORS = {"hidden_states", "hidden_states_scales", "last_state"}  # of a safetensors file
 SAME_IN_ALL = ("model", "revision", "config_hash", "tokenizer_hash", "capture_points", "last_state", "dtype")
 
@@ -354,11 +353,17 @@ def readable(path: Path):
         yield
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"{path}: the file of a committed sample is missing; {REDO}") from None
     except Exception as error:  # a damaged file raises whatever its zip, pickle or header reader raises
         what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{path}: not a readable sample ({what}); {REDO}") from None
+        raise UserError(f"{path}: not a readable sample ({what}); {redo(path)}") from None
+
+
+def redo(path: Path) -> str:
+    """What to do about a sample whose file is missing or damaged."""
+    out = path.parent.parent  # of rows_A-B/data_i.pt, hidden_states/hs_i.safetensors
+    if not (out / DATASET).exists():
+        return "write it again with the program that made it, or remove it"
+    return f"python extract.py --verify {out} --repair drops it, and the extraction's own command does it again"
 
 
 def token_hash(ids: Iterable[int]) -> str:
@@ -385,7 +390,7 @@ def checked_content(record: Record, buffer: "torch.Tensor | None", verify: bool)
         content = read(record.path, buffer)
         problem = wrong_contents(record, xxhash.xxh3_128_hexdigest(content.numpy())) if verify else None
     if problem:
-        raise UserError(f"{record.path}: {problem}; {REDO}")
+        raise UserError(f"{record.path}: {problem}; {redo(record.path)}")
     return content
 
 
