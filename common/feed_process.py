@@ -34,8 +34,8 @@ from common.load_batch import BatchLoader, Loaded
 from common.packing import PackedBatch, room_bytes, room_in
 from common.shared_memory import lock_pages, mapped, sized, unlock_pages
 
-ADVICE = ("lower --read-ahead or --tokens-per-batch, raise `ulimit -v`, `-l` and `-f` (or the container's limits), or give "
-          "--reader-processes 0")  # fmt: skip
+ADVICE = ("lower --read-ahead or --tokens-per-batch, raise `ulimit -v`, `-l` and `-f` (or the container's limits), or "
+          "give --reader-processes 0")  # fmt: skip
 CLOSE_SECONDS = 10  # how long `close` waits for a disk or a GPU that stands still
 
 
