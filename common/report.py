@@ -152,7 +152,7 @@ def offline_rows(results: list[dict]) -> tuple[list[str], list[list[str]]]:
         rows.append([f"accepted through step {k}", *cells])
     add("tokens a cycle, walked (tau)", "tau", percent=False)
     add("tokens a position", "length_per_position", percent=False)
-    add("misses outside the draft vocabulary", "vocab_share_of_misses")
+    add("of the misses, outside the draft vocabulary", "vocab_share_of_misses")
     if any(s["off_row_share"] for s in summaries):
         add("tokens not the target's own choice", "off_row_share")
     if any(s["expected_length_min_pq"] for s in summaries):
@@ -197,7 +197,7 @@ def breakdown_rows(result: dict) -> tuple[list[str], list[list[str]]]:
                     with_interval(s, "vocab_share_of_misses"), f"{s['positions']:,}",
                 ]
             )  # fmt: skip
-    return ["by", "group", "step-0 accuracy", "tau", "vocabulary misses", "positions"], rows
+    return ["by", "group", "step-0 accuracy", "tau", "misses outside vocabulary", "positions"], rows
 
 
 def engine_rows(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
