@@ -290,7 +290,10 @@ def held_out_fraction(arguments: Arguments) -> float:
         for folder in (Path(drafter), Path(drafter).parent):
             path = folder / "arguments.json"
             if path.is_file():
-                saved = json.loads(path.read_text())
+                try:
+                    saved = json.loads(path.read_text())
+                except (OSError, ValueError) as error:
+                    raise UserError(f"{path}: cannot be read ({error}); give --eval-fraction, or remove it") from None
                 if "eval_fraction" in saved:
                     found[str(path)] = float(saved["eval_fraction"])
                     break
@@ -334,7 +337,11 @@ def show(arguments: Arguments, content: dict) -> None:
         for result in content["offline"]:
             report.print_table(f"{result['name']}: groups", *report.breakdown_rows(result))
         picture = output / "acceptance.png"
-        draw(picture, content["offline"], f"Acceptance of drafted tokens, {data['split']} split")
+        try:
+            draw(picture, content["offline"], f"Acceptance of drafted tokens, {data['split']} split")
+        except OSError as error:
+            print(f"warning: {picture}: cannot be written ({error.strerror or error})")
+            picture = None
     if content.get("engine"):
         report.print_table("In SGLang's engine", *report.engine_rows(content["engine"]))
         report.print_table("In SGLang's engine, by category", *report.engine_category_rows(content["engine"]))

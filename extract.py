@@ -216,7 +216,8 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
             raise error from None
         progress.close()
         if isinstance(error, KeyboardInterrupt):
-            terminal.write(resume_line(run_directory, progress.total, "stopped") + "\n")
+            if leader:
+                terminal.write(resume_line(run_directory, progress.total, str(error) or "stopped") + "\n")
             return EXIT_INTERRUPTED
         raise UserError(f"{error}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
     finally:
@@ -294,7 +295,7 @@ async def capture(args, target, run_directory, share, engine, figures, progress,
     progress.stage("proving the first batch")
     async with Capture(engine, run_directory, target["points"], settings, figures.committed, progress.note) as session:
         figures.begin(session)
-        with interrupted.watched(session.stop, session.fail, lambda: len(session.samples), progress):
+        with interrupted.watched(session.stop, session.fail, lambda: f"{len(session.samples):,} samples", progress):
             await session.take(share)
     return session.self_checks()
 
@@ -304,7 +305,7 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
 
     done: indices of the rows that were answered before.
     """
-    from common.engine import ChildSignals
+    from common.engine import MOST_DECODING, ChildSignals
 
     folder, remarks = out / "answers", Counter()
     if engine is not None and placement.engine_node == 0 and mine:
@@ -322,7 +323,8 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
             )
             if engine.links.lost:  # while it loaded
                 ChildSignals.on_dead_child()
-            with interrupted.watched(lambda: None, given_up.give_up, lambda: len(mine), progress):
+            in_flight = lambda: f"{min(len(mine) - figures.rows, MOST_DECODING):,} conversations"  # noqa: E731
+            with interrupted.watched(lambda: None, given_up.give_up, in_flight, progress):
                 return await answer(
                     engine, mine, target["tokenizer"], folder / f"answers-{placement.replica}.jsonl",
                     temperature=args.temperature, max_new_tokens=args.max_new_tokens, context_length=target["context"],
@@ -345,9 +347,9 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
             write_atomically(chats, lines.encode(errors="backslashreplace"))
         return len(complete)
 
-    if (count := ranks.from_first(collect)) < len(rows):
-        progress.note(f"stopped while answering; {count:,} of {len(rows):,} conversations are safe")
-        raise KeyboardInterrupt
+    count = ranks.from_first(collect)
+    if count < len(rows) or any(ranks.gathered(interrupted.seen)):
+        raise KeyboardInterrupt(f"stopped while answering ({count:,} of {len(rows):,} conversations are answered)")
     return load_rows(str(chats))
 
 

@@ -31,7 +31,7 @@ from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators
 from common.feed import Feed, Mover, SetAside
 from common.feed_process import ReaderProcesses
-from common.load_batch import first_readable
+from common.load_batch import first_readable, read_sample
 from common.losses import Teacher
 from common.new_drafter import build_drafter, choose_serving_ids
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
@@ -179,7 +179,11 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         note(f"removed {unfinished} half-written checkpoints of a run that was killed")
     found = ranks.from_first(lambda: checkpoints.latest(out, note))
     tokens_per_batch = arguments.tokens_per_batch or (found[1]["identity"]["tokens of a batch"] if found else 0)
-    tokens_per_batch, batches_per_step = batch_plan(arguments.tokens_per_step, tokens_per_batch, num_ranks)
+    try:
+        tokens_per_batch, batches_per_step = batch_plan(arguments.tokens_per_step, tokens_per_batch, num_ranks)
+    except UserError as error:
+        theirs = f"; the checkpoints in {out} have batches of {tokens_per_batch} tokens" if found else ""
+        raise UserError(f"{error}{theirs}") from None
 
     # Which documents make up each step.
     progress.stage("counting tokens")
@@ -340,7 +344,13 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         if evaluating:
             if held_out_checked is None:
                 held_out_checked = set_aside.without_bad(reader, held_out[rank::num_ranks])
-            figures = evaluate_held_out(drafter, on_device, reader, held_out_checked, arguments.ttt_steps, progress)
+            figures = evaluate_held_out(
+                drafter, on_device, reader, held_out_checked, arguments.ttt_steps, set_aside, progress
+            )
+            bad = len(set().union(*ranks.gathered(set_aside.paths)))
+            if figures is None:
+                note(f"warning: not evaluated: no held-out sample can be read and is supervised; see {set_aside.path}")
+        if evaluating and figures:
             better = learned and (best is None or (figures["tau"] or 0) > best["tau"])
             if better:
                 best = {"step": step, "tau": figures["tau"] or 0, "step0_accuracy": figures["step0_accuracy"]}
@@ -354,7 +364,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
         progress.stage("saving")
         weights, moments = checkpoints.collect(drafter, optimizer, keep=rank == 0)
         if rank == 0:
-            if better or (learned and not held_out and step == total_steps):
+            if better or (learned and best is None and step == total_steps):
                 publish(out, arguments, drafter, target, model, serving_ids, weights)
             if learned and step == total_steps:
                 publish(out / "final", arguments, drafter, target, model, serving_ids, weights)
@@ -388,13 +398,23 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
 # ---- what the story above calls --------------------------------------------------------------------------------------
 
 
-def evaluate_held_out(drafter, target: TargetParts, reader: ShardReader, records, num_steps: int, progress) -> dict:
-    """`AcceptanceCounts.summary` over the held-out samples of all ranks; `records` are this rank's."""
+def evaluate_held_out(drafter, target: TargetParts, reader: ShardReader, records, num_steps: int, set_aside: SetAside,
+                      progress) -> dict | None:  # fmt: skip
+    """`AcceptanceCounts.summary` over the held-out samples of all ranks, None where there is nothing to judge by;
+    `records` are this rank's. A sample that cannot be read any more is set aside."""
+
+    def load(record):
+        sample, problem = read_sample(reader, record, check=False)
+        if problem:
+            set_aside.add([{"index": record.index, "path": str(record.path), "reason": problem}])
+        return sample
+
     progress.stage(f"evaluating {len(records):,} held-out samples" + (" a rank" if dist.is_initialized() else ""))
     with ranks.whole_weights(drafter):
-        counts = evaluate(drafter, target, reader.load, records, Setting(num_steps))
+        counts = evaluate(drafter, target, load, records, Setting(num_steps))
     first, *others = ranks.gathered(counts)
-    return first.merge(others).summary()
+    counts = first.merge(others)
+    return counts.summary() if counts.rows else None
 
 
 def publish(out: Path, arguments: TrainArguments, drafter: Drafter, target: TargetParts, model: str, serving_ids,

@@ -49,8 +49,10 @@ def parse(
     argv = list(sys.argv[1:] if argv is None else argv)
     usage = "%(prog)s [CONFIG.yaml] [--ARGUMENT VALUE ...]"
     parser = HfArgumentParser(arguments_class, usage=usage, description=description, formatter_class=HelpLayout)
-    if late := next((each for each in argv[1:] if each.endswith((".yaml", ".yml"))), None):  # a flag would swallow it
-        raise UserError(f"unknown argument {late}; a YAML file comes first, and there is one at most")
+    switches = {flag for action in parser._actions if action.nargs == "?" for flag in action.option_strings}
+    for before, late in zip(argv, argv[1:], strict=False):  # a switch would take it for its value
+        if late.endswith((".yaml", ".yml")) and (before in switches or not before.startswith("-")):
+            raise UserError(f"unknown argument {late}; a YAML file comes first, and there is one at most")
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = read_yaml(Path(argv.pop(0)), section, get_type_hints(arguments_class))
         for action in parser._actions:

@@ -39,7 +39,7 @@ class Interrupts:
     def watched(self, stop, fail, in_flight, progress: Progress):
         """Inside a running event loop, once the engine has installed its own handlers. Afterwards the usual ones hold.
 
-        stop() takes no more samples; fail(error) gives up; in_flight() counts what is still to finish.
+        stop() takes no more samples; fail(error) gives up; in_flight() says what is still to finish.
         """
         from common.engine import ChildSignals
 
@@ -47,7 +47,7 @@ class Interrupts:
             if self.seen:
                 return fail(KeyboardInterrupt())
             self.seen = True
-            progress.note(f"stopping: {in_flight()} samples in flight are finished first (again: give them up)")
+            progress.note(f"stopping: {in_flight()} in flight are finished first (again: give them up)")
             stop()
 
         loop = asyncio.get_running_loop()

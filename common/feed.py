@@ -19,9 +19,11 @@ import torch
 
 from common.batches import Schedule
 from common.cpu_threads import compute_alone
+from common.errors import UserError
 from common.feed_process import Job, ReaderProcesses
 from common.load_batch import BatchLoader, Loaded, read_sample
 from common.packing import PackedBatch
+from common.shard_writing import cannot_write
 from common.shards import ShardReader
 
 
@@ -132,7 +134,10 @@ class SetAside:
 
     def __init__(self, path: Path, note, check: bool = True):
         self.path, self.note, self.check, self.paths = path, note, check, set()
-        lines = path.read_text().splitlines() if path.exists() else []
+        try:
+            lines = path.read_text().splitlines() if path.exists() else []
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); remove it") from None
         self.named = {json.loads(line).get("path") for line in lines if line.endswith("}")}
 
     def add(self, problems: list[dict]) -> None:
@@ -140,15 +145,20 @@ class SetAside:
             self.paths.add(problem["path"])
             if problem["path"] not in self.named:
                 self.named.add(problem["path"])
-                with open(self.path, "a") as file:
-                    file.write(json.dumps(problem) + "\n")
+                self._write(problem)
                 self.note(f"sample {problem['index']} set aside: {problem['reason']}")
 
     def suspect(self, step: int, indices: list[int]) -> None:
         """Name the samples of a step whose gradient was not finite."""
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step, "indices": indices, "reason": "non-finite gradient"}) + "\n")
+        self._write({"step": step, "indices": indices, "reason": "non-finite gradient"})
         self.note(f"step {step:,} skipped, its gradient is not finite; samples of this rank in it: {indices}")
+
+    def _write(self, problem: dict) -> None:
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(problem) + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
 
     def without_bad(self, reader: ShardReader, records: list) -> list:
         """The records whose samples can be read and are finite; the others are set aside."""

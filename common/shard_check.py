@@ -9,6 +9,7 @@
 
 import fcntl
 import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -82,7 +83,7 @@ class Verification:
         dropped = f"; {self.dropped} dropped from the manifests, resume redoes them" if self.dropped else ""
         lines.append(f"{self.files:,} committed files, {self.bytes / 1e9:.3f} GB read: {verdict}{dropped}")
         if (self.damaged or self.broken_lines) and not self.repaired:
-            lines.append(REMEDY.format(self.directory))
+            lines.append(REMEDY.format(shlex.quote(self.directory)))
         return lines
 
     def as_dict(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import stat
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
@@ -363,7 +364,8 @@ def redo(path: Path) -> str:
     out = path.parent.parent  # of rows_A-B/data_i.pt, hidden_states/hs_i.safetensors
     if not (out / DATASET).exists():
         return "write it again with the program that made it, or remove it"
-    return f"python extract.py --verify {out} --repair drops it, and the extraction's own command does it again"
+    repair = f"python extract.py --verify {shlex.quote(str(out))} --repair"
+    return f"{repair} drops it, and the extraction's own command does it again"
 
 
 def token_hash(ids: Iterable[int]) -> str:

@@ -34,8 +34,8 @@ def closing_lines(told: str, out: Path, best: dict | None, held_out: bool, argum
         quality = f"best at step {best['step']:,}: tau {best['tau']:.3f}, step-0 accuracy {best['step0_accuracy']:.1%}"
     curves = f", curves in {out / 'curves.png'}" if (out / "curves.png").exists() else ""
     evaluation = ["--drafter", str(out), "--data", *arguments.data, *([] if held_out else ["--split", "all"])]
-    if arguments.data_points:
-        evaluation += ["--model", model, "--data-points", *map(str, arguments.data_points)]
+    evaluation += ["--model", model] if arguments.model or arguments.data_points else []
+    evaluation += ["--data-points", *map(str, arguments.data_points)] if arguments.data_points else []
     return f"{told}; {quality}; drafter in {out}{curves}\nnext: python eval_acceptance.py {shlex.join(evaluation)}"
 
 

@@ -67,6 +67,7 @@ def test_yaml_that_is_wrong(yaml_file, text, complaint):
 def test_unknown_flag_and_a_yaml_file_that_comes_too_late():
     with pytest.raises(UserError, match="unknown argument --modle; did you mean --model"):
         parse(Arguments, "extract", ["--modle", "x"])
+    assert parse(Arguments, "extract", ["--model", "x.yml"]).model == "x.yml"
     with pytest.raises(UserError, match="unknown argument late.yaml; a YAML file comes first"):
         parse(Arguments, "extract", ["--force", "late.yaml"])
     with pytest.raises(UserError, match="a YAML file comes first"):

@@ -171,6 +171,13 @@ def test_a_target_that_is_nowhere(files, tmp_path, monkeypatch, name, message):
         assert message in done.stderr, done.stderr
 
 
+def test_a_picture_that_cannot_be_written_costs_nothing_else(files, tmp_path):
+    (tmp_path / "acceptance.png" / "in the way").mkdir(parents=True)
+    done = evaluate("--drafter", files["copying"], "--data", files["states"], "--split", "all", "--output", tmp_path)
+    assert f"warning: {tmp_path / 'acceptance.png'}: cannot be written" in done.stdout and "next, with" in done.stdout
+    assert "4.00" in (tmp_path / "acceptance.md").read_text()
+
+
 @pytest.mark.parametrize("steps", [(5, 3), (3, 5)])
 def test_settings_of_different_depth_stand_side_by_side(files, tmp_path, monkeypatch, steps):
     ticks = []

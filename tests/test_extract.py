@@ -299,6 +299,20 @@ def test_a_disk_that_fills_up_stops_the_run_cleanly(small_target, rows, tmp_path
     assert set(committed(out)) == set(range(ROWS)) - {7}
 
 
+def test_interrupted_while_all_answers_are_in_flight_it_captures_nothing(small_target, tmp_path):
+    """SIGTERM: the answers in flight, all there are, are finished; capturing is left to the next run. One engine."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"turns": [f"{n}: Name a colour."]}) + "\n" for n in range(40)))
+    arguments = [*target_flags(small_target), "--data", prompts, "--output", out, "--regenerate", "--ring-gb", 0.2]
+    run = Run(tmp_path / "log", *arguments, "--max-new-tokens", 60)
+    run.wait_until(lambda: (out / "answers" / "answers-0.jsonl").exists())
+    run.process.terminate()
+    assert run.finish() == 130, run.text()
+    assert "conversations in flight are finished first" in run.text()
+    assert "stopped while answering (40 of 40 conversations are answered): 0 of 40 samples are safe" in run.text()
+    assert not committed(out)
+
+
 def test_the_target_answers_first(small_target, tmp_path):
     """--regenerate, its engine and then itself killed while it answers, then resumed; greedy answers are those of
     transformers; other data is refused. Three engines."""

@@ -21,8 +21,10 @@ from common import checkpoints
 from common.batches import Schedule, scan, split
 from common.drafter_config import DrafterConfig
 from common.errors import UserError
+from common.feed import SetAside
 from common.load_drafter import load_drafter
 from common.offline_eval import Setting, evaluate, evaluation_target
+from common.progress import Progress
 from common.shards import ShardReader
 from common.target import load_target_parts
 from common.training_log import read_metrics
@@ -250,7 +252,8 @@ def test_terminated_it_saves_and_continues(folder, undisturbed):
 @pytest.mark.parametrize(
     "changes, named",
     [(["--seed", "5"], "--seed was 0, is 5"), (["--ttt-steps", "3"], "--ttt-steps was 2, is 3"),
-     (["--data", "OTHER"], "data was"), (["--tokens-per-step", "1024"], "--tokens-per-step was 512, is 1024")],
+     (["--data", "OTHER"], "data was"), (["--tokens-per-step", "1024"], "--tokens-per-step was 512, is 1024"),
+     (["--tokens-per-step", "500"], "have batches of 512 tokens")],
 )  # fmt: skip
 def test_a_run_whose_data_or_options_changed_is_not_continued(folder, undisturbed, changes, named):
     changes = [folder / "states" if each == "OTHER" else each for each in changes]
@@ -389,6 +392,31 @@ def test_a_run_beyond_the_steps_asked_for_is_refused_and_an_unfinished_capture_t
     assert "held-out samples say little about a drafter" in said
     with pytest.raises(UserError, match="this run is at step 7, beyond the 3 asked for; raise --max-steps"):
         train_here(None, *arguments, "--max-steps", "3")
+
+
+def test_held_out_samples_that_cannot_be_read_cost_no_training(folder, tmp_path, capsys):
+    samples = [make_sample(30, seed) for seed in range(40)]
+    states = write_shards(tmp_path / "states", folder / "target", samples)
+    arguments = ["--data", states, "--model", folder / "target", *SHORT, "--max-steps", "4"]
+    reader = ShardReader(states)
+    held_out = split(reader.records, 0.15)[1]
+    held_out[0].path.write_bytes(held_out[0].path.read_bytes()[:5000])
+    said = train_here(capsys, "--output", tmp_path / "one", *arguments)
+    assert f"sample {held_out[0].index} set aside" in said and "; 1 samples set aside, see " in said
+    assert f"next: python eval_acceptance.py --drafter {tmp_path / 'one'} --data {states} --model" in said
+    for record in held_out:
+        record.path.unlink()
+    said = train_here(capsys, "--output", tmp_path / "none", *arguments)
+    assert "not evaluated: no held-out sample can be read" in said and "not evaluated yet; drafter in" in said
+    assert checkpoints.steps_saved(tmp_path / "none")[-1] == 4 and (tmp_path / "none" / "model.safetensors").exists()
+
+    set_aside, progress = SetAside(tmp_path / "gone.jsonl", print), Progress("train", None, quiet=True)
+    drafter, _ = load_drafter(tmp_path / "one")
+    parts = evaluation_target(load_target_parts(folder / "target"), "cpu")
+    drafter.set_embedding(parts.embed_tokens)
+    found = train_drafter.evaluate_held_out(drafter, parts, reader, held_out, 2, set_aside, progress)
+    progress.close()
+    assert found is None and len(set_aside.paths) == len(held_out), "files that went since they were checked"
 
 
 def test_a_picture_that_cannot_be_written_does_not_end_the_run(folder, tmp_path, capsys):
