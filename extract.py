@@ -216,7 +216,7 @@ def extract(args, target: dict, placement: Placement, rank: int, world_size: int
             raise error from None
         progress.close()
         if isinstance(error, KeyboardInterrupt):
-            if leader:
+            if leader or not str(error):  # what all ranks agreed on is told once
                 terminal.write(resume_line(run_directory, progress.total, str(error) or "stopped") + "\n")
             return EXIT_INTERRUPTED
         raise UserError(f"{error}. {resume_line(run_directory, progress.total, 'Stopped')}") from None
