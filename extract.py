@@ -13,7 +13,6 @@ residual stream at the capture points and after the last layer to the disk (comm
 sample once the token that follows from its stored state is the one that the engine answered (common/capture.py).
 """
 
-import asyncio
 import json
 import os
 import socket
@@ -305,7 +304,7 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
 
     done: indices of the rows that were answered before.
     """
-    from common.engine import MOST_DECODING, ChildSignals
+    from common.engine import MOST_DECODING, when_it_dies
 
     folder, remarks = out / "answers", Counter()
     if engine is not None and placement.engine_node == 0 and mine:
@@ -316,13 +315,7 @@ def regenerate(args, target, placement, rows, done, mine, out, engine, progress,
 
         async def go():
             given_up = GivenUp()
-            ChildSignals.on_dead_child = lambda: given_up.give_up(EngineDied("a process of the engine died"))
-            loop = asyncio.get_running_loop()
-            engine.links.on_message = lambda rank, kind, content: (
-                loop.call_soon_threadsafe(ChildSignals.on_dead_child) if kind == "lost" else None
-            )
-            if engine.links.lost:  # while it loaded
-                ChildSignals.on_dead_child()
+            when_it_dies(engine, lambda: given_up.give_up(EngineDied("a process of the engine died")))
             in_flight = lambda: f"{min(len(mine) - figures.rows, MOST_DECODING):,} conversations"  # noqa: E731
             with interrupted.watched(lambda: None, given_up.give_up, in_flight, progress):
                 return await answer(

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from common.errors import EXIT_INTERRUPTED, UserError, run
 from common.export import NO_LATENT_SPECULATORS, export_sglang, export_speculators
 from common.feed import Feed, Mover, SetAside
 from common.feed_process import ReaderProcesses
-from common.load_batch import first_readable, read_sample
+from common.load_batch import first_readable
 from common.losses import Teacher
 from common.new_drafter import build_drafter, choose_serving_ids
 from common.offline_eval import Setting, check_fit, evaluate, evaluation_target, points_in_order
@@ -293,8 +294,8 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
             sum(batch.num_pairs for batch in batches), sum(item.samples for item in now.loaded),
             len(set_aside.paths), stop.is_set(),
         ])  # fmt: skip
-        if failures != failures_before:  # ranks may have met the same sample, in different epochs
-            failures_before, bad = failures, len(set().union(*ranks.gathered(set_aside.paths)))
+        if failures != failures_before:
+            failures_before, bad = failures, set_aside.of_all_ranks()
         if bad > arguments.max_set_aside:
             raise UserError(f"{bad:,} samples failed their check (--max-set-aside {arguments.max_set_aside}): see "
                             f"{set_aside.path}; run extract.py --verify on the shards")  # fmt: skip
@@ -347,7 +348,7 @@ def train(arguments: TrainArguments, rank: int, num_ranks: int, device: torch.de
             figures = evaluate_held_out(
                 drafter, on_device, reader, held_out_checked, arguments.ttt_steps, set_aside, progress
             )
-            bad = len(set().union(*ranks.gathered(set_aside.paths)))
+            bad = set_aside.of_all_ranks()
             if figures is None:
                 note(f"warning: not evaluated: no held-out sample can be read and is supervised; see {set_aside.path}")
         if evaluating and figures:
@@ -402,16 +403,9 @@ def evaluate_held_out(drafter, target: TargetParts, reader: ShardReader, records
                       progress) -> dict | None:  # fmt: skip
     """`AcceptanceCounts.summary` over the held-out samples of all ranks, None where there is nothing to judge by;
     `records` are this rank's. A sample that cannot be read any more is set aside."""
-
-    def load(record):
-        sample, problem = read_sample(reader, record, check=False)
-        if problem:
-            set_aside.add([{"index": record.index, "path": str(record.path), "reason": problem}])
-        return sample
-
     progress.stage(f"evaluating {len(records):,} held-out samples" + (" a rank" if dist.is_initialized() else ""))
     with ranks.whole_weights(drafter):
-        counts = evaluate(drafter, target, load, records, Setting(num_steps))
+        counts = evaluate(drafter, target, partial(set_aside.read, reader), records, Setting(num_steps))
     first, *others = ranks.gathered(counts)
     counts = first.merge(others)
     return counts.summary() if counts.rows else None

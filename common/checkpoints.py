@@ -20,15 +20,14 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from common.batches import Schedule, fingerprint
 from common.drafter import Drafter
 from common.drafter_config import MLA_SIZES
 from common.errors import UserError
-from common.export import fsync_file, os_error, readable
+from common.export import save_tensors
 from common.shard_writing import cannot_write, fsync_directory, take_lock
 from common.shards import hash_file
 from common.target import TargetParts
@@ -138,9 +137,7 @@ def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Pat
         temporary.mkdir(parents=True)
         files = {}
         for name, tensors in zip(FILES, (weights, moments), strict=True):
-            save_file(tensors, temporary / name)
-            readable(temporary / name)
-            fsync_file(temporary / name)
+            save_tensors(tensors, temporary / name)
             files[name] = {"bytes": (temporary / name).stat().st_size, "xxh3": hash_file(temporary / name)}
         with open(temporary / "state.json", "w") as file:
             json.dump({"step": step, "files": files, **state}, file, indent=1)
@@ -151,9 +148,9 @@ def save(out: Path, step: int, weights: dict, moments: dict, state: dict) -> Pat
             shutil.rmtree(final)
         os.rename(temporary, final)
         fsync_directory(final.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise cannot_write(final, os_error(error)) from None
+        raise cannot_write(final, error) from None
     return final
 
 

@@ -9,6 +9,7 @@ what capture needs, what it cannot live with (refused by name), and what a CPU n
 SGLang's own reaction to a dead child, which is to kill the whole process tree.
 """
 
+import asyncio
 import atexit
 import contextlib
 import importlib.util
@@ -305,6 +306,16 @@ class ChildSignals:
 
     def running_phase_sigquit_handler(self, signum=None, frame=None):
         ChildSignals.on_dead_child()
+
+
+def when_it_dies(engine, call) -> None:
+    """Inside the engine's running event loop: have call() called there when a process of the engine dies; at once, if
+    one has died before."""
+    loop = asyncio.get_running_loop()
+    ChildSignals.on_dead_child = call
+    engine.links.on_message = lambda rank, kind, content: loop.call_soon_threadsafe(call) if kind == "lost" else None
+    if engine.links.lost:
+        call()
 
 
 def stop_engine(engine) -> None:

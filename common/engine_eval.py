@@ -158,16 +158,11 @@ async def converse(engine, tokenizer, rows: list, batch_size: int, sampling: dic
 def watched(engine, work):
     """The result of a coroutine in the engine's event loop; raises EngineDied when a process of the engine ends
     meanwhile: nobody else would answer, and the wait would never end."""
-    from common.engine import ChildSignals, EngineDied
+    from common.engine import EngineDied, when_it_dies
 
     async def race():
-        died, loop = asyncio.Event(), asyncio.get_running_loop()
-        ChildSignals.on_dead_child = died.set
-        engine.links.on_message = lambda rank, kind, content: (
-            loop.call_soon_threadsafe(died.set) if kind == "lost" else None
-        )
-        if engine.links.lost:  # before
-            died.set()
+        died = asyncio.Event()
+        when_it_dies(engine, died.set)
         task, death = asyncio.create_task(work), asyncio.create_task(died.wait())
         await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
         for each in (task, death):

@@ -236,29 +236,26 @@ def write_model(directory: Path, config: dict, tensors: dict[str, torch.Tensor])
     temporary = directory / f".model.safetensors.{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        readable(temporary)
-        fsync_file(temporary)
+        save_tensors(tensors, temporary, {"format": "pt"})
         os.replace(temporary, directory / "model.safetensors")
         write_atomically(directory / "config.json", json.dumps(config, indent=2).encode())
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise cannot_write(directory, os_error(error)) from None
+        raise cannot_write(directory, error) from None
 
 
-def os_error(error: OSError | SafetensorError) -> OSError:
-    """The OSError behind an error of `save_file`, which tells it in its text only; any other defect is raised again."""
-    if isinstance(error, OSError):
-        return error
-    if not (found := re.search(r"\(os error (\d+)\)", str(error))):
-        raise error
-    return OSError(int(found[1]), os.strerror(int(found[1])))
-
-
-def readable(path: Path) -> None:
-    """Give a file that safetensors wrote (mode 0600) the mode that the umask gives every other file."""
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, flushed to disk, with the mode that the umask gives every other file. OSError when the disk
+    is full or refuses it; safetensors itself tells that in the text of its error only, and gives mode 0600."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        if not (found := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
     os.umask(umask := os.umask(0))
     os.chmod(path, 0o666 & ~umask)
+    fsync_file(path)
 
 
 def fsync_file(path: Path) -> None:

@@ -23,8 +23,9 @@ from common.errors import UserError
 from common.feed_process import Job, ReaderProcesses
 from common.load_batch import BatchLoader, Loaded, read_sample
 from common.packing import PackedBatch
+from common.ranks import gathered
 from common.shard_writing import cannot_write
-from common.shards import ShardReader
+from common.shards import Record, Sample, ShardReader
 
 
 @dataclass
@@ -160,16 +161,20 @@ class SetAside:
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
+    def read(self, reader: ShardReader, record: Record, check: bool = False) -> Sample | None:
+        """The sample; None where it cannot be read or, with `check`, has failed it: then it is set aside."""
+        sample, problem = read_sample(reader, record, check)
+        if problem:
+            self.add([{"index": record.index, "path": str(record.path), "reason": problem}])
+        return sample
+
     def without_bad(self, reader: ShardReader, records: list) -> list:
         """The records whose samples can be read and are finite; the others are set aside."""
-        sound = []
-        for record in records:
-            _, problem = read_sample(reader, record, self.check)
-            if problem:
-                self.add([{"index": record.index, "path": str(record.path), "reason": problem}])
-            else:
-                sound.append(record)
-        return sound
+        return [record for record in records if self.read(reader, record, self.check) is not None]
+
+    def of_all_ranks(self) -> int:
+        """How many samples the ranks have met: each once, though several may have read it in different epochs."""
+        return len(set().union(*gathered(self.paths)))
 
 
 class Mover:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from common import checkpoints
+from common import checkpoints, export
 from common.errors import UserError
 from common.shard_writing import DiskFull
 
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "fsync_file", full)
+    monkeypatch.setattr(export, "fsync_file", full)
     with pytest.raises(UserError, match="disk is full"):
         save(tmp_path, net, optimizer, 2)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
@@ -175,7 +175,7 @@ def test_what_safetensors_cannot_write_is_one_line_and_leaves_nothing(tmp_path, 
     def full(*_):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(export, "save_file", full)
     with pytest.raises(DiskFull, match="step-00000002: the disk is full"):
         save(tmp_path, net, optimizer, 2)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]

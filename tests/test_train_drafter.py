@@ -188,7 +188,7 @@ def deadly(function, before):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
     return wrapped
-module, name = {"file": (checkpoints, "fsync_file"), "rename": (checkpoints.os, "rename"),
+module, name = {"file": (checkpoints, "save_tensors"), "rename": (checkpoints.os, "rename"),
                 "prune": (checkpoints, "prune"), "publish": (train_drafter, "export_sglang")}[where]
 setattr(module, name, deadly(getattr(module, name), before=os.environ["KILL_BEFORE"] == "1"))
 train_drafter.run(train_drafter.main)
